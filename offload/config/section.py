@@ -196,7 +196,7 @@ class OffloadOptimizerConfig(Section):
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
     """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
     period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
-    less. `offload plan --durable` chooses by it."""
+    less."""
     endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
     """The bytes that the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
     what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""

@@ -53,7 +53,7 @@ def bench(
         float, typer.Option(help="Seconds without a pause in each direction, second by second: caches and heat.")
     ] = 0.0,
     rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",
-    target: Annotated[TargetName, typer.Option(help="The engine, TensorSwapper, or OffloadAdamW.step().")] = "raw",
+    target: Annotated[TargetName, typer.Option(help="The engine, or OffloadAdamW.step().")] = "raw",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
     quads: Annotated[
         int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))

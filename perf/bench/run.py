@@ -18,16 +18,10 @@ from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, chec
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.drives import drive_of, temperature, throttled_seconds
 from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.tensor_workloads import (
-    MAX_SWAPPER_RINGS,
-    MIN_STEP_STAGING_BYTES,
-    STEPS_PER_PASS,
-    StepTarget,
-    SwapperTarget,
-)
+from nvme_offload.perf.measure.tensor_workloads import MIN_STEP_STAGING_BYTES, STEPS_PER_PASS, StepTarget
 from nvme_offload.perf.measure.workloads import RawTarget, Sample, Target
 
-TargetName = Literal["raw", "swapper", "step"]
+TargetName = Literal["raw", "step"]
 
 MAX_QUADS = 10_000
 LEAST_DURATION, MAX_DURATION = 1, 7 * 86400
@@ -87,9 +81,6 @@ def _check_target(plan: Plan) -> None:
     least = 8 * MIN_STEP_STAGING_BYTES
     if plan.target == "step" and settings.size < least:
         raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
-    if plan.target == "swapper" and settings.numjobs > MAX_SWAPPER_RINGS:
-        why = "each ring needs 8 staging buffers and a swapper has 64 at most"
-        raise KnobError("numjobs", f"{why}; choose 1 to {MAX_SWAPPER_RINGS} with --target swapper")
 
 
 def _check_duration(plan: Plan) -> None:
@@ -104,17 +95,9 @@ def _check_duration(plan: Plan) -> None:
 def space_needed(plan: Plan) -> dict[Path, int]:
     """Bytes on each path: the region, what the target needs besides, and fio's own file."""
     settings = plan.settings
-    # A swapper keeps the old value until the new one is complete; a step is verified with a second, small optimizer.
-    slack = {"raw": 0, "swapper": settings.size, "step": settings.size // 16}[plan.target]
+    slack = settings.size // 16 if plan.target == "step" else 0  # it is verified with a second, small optimizer
     region = (settings.size + slack) // len(settings.paths)
     return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
-
-
-def open_target(plan: Plan) -> RawTarget | SwapperTarget | StepTarget:
-    """The target of a plan; closed, its files are removed."""
-    if plan.target == "swapper":
-        return SwapperTarget(plan.settings)
-    return StepTarget(plan.settings) if plan.target == "step" else RawTarget(plan.settings)
 
 
 def run_bench(plan: Plan) -> dict[str, Any]:
@@ -128,7 +111,7 @@ def run_bench(plan: Plan) -> dict[str, Any]:
         "environment": environment(list(plan.settings.paths)),
         "results": {},
     }
-    with open_target(plan) as target:
+    with StepTarget(plan.settings) if plan.target == "step" else RawTarget(plan.settings) as target:
         document["engine"] = {
             "name": target.engine.engine.name,
             "reason": target.engine.reason,

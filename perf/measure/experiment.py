@@ -102,11 +102,23 @@ def run_experiment(
             if dist.is_initialized():
                 dist.destroy_process_group()
     found, console = list(known.values()), Console()
-    table = Table(*(found[0].head if found else ()), box=None)
-    for outcome in found:
-        table.add_row(*outcome.cells())
-    console.print(table)
+    if found:
+        console.print(_table(found[0].head, [outcome.cells() for outcome in found], console))
     for note in notes(found):
         console.print(note, soft_wrap=True, highlight=False)
     say_saved(files)
     return found
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """Make a table; one that is too wide for the console has its columns as rows."""
+    table = Table(*head, box=None)
+    for row in rows:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
+        return table
+    first, *others = zip(head, *rows, strict=True)
+    table = Table(*first, box=None)
+    for row in others:
+        table.add_row(*row)
+    return table

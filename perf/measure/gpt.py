@@ -33,7 +33,7 @@ class ModelSize:
 
     layers: int
     width: int
-    steps: int = 20
+    steps: int = 24
 
     @property
     def num_parameters(self) -> int:
@@ -54,9 +54,9 @@ class ModelSize:
 
 
 PRESETS = {
-    "tiny": ModelSize(layers=2, width=64, steps=20),
-    "small": ModelSize(layers=6, width=384, steps=60),
-    "medium": ModelSize(layers=12, width=768, steps=20),
+    "tiny": ModelSize(layers=2, width=64),
+    "small": ModelSize(layers=6, width=384, steps=64),
+    "medium": ModelSize(layers=12, width=768),
 }
 
 

@@ -18,7 +18,7 @@ from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError, drives_of
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict, uses_nvme
-from nvme_offload.perf.plan.report import show, show_durable, to_dict
+from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
 
@@ -72,7 +72,6 @@ def plan(
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
     checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
-    durable: Annotated[bool, typer.Option("--durable", help="Also what it costs that every step survives.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
@@ -98,12 +97,9 @@ def plan(
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_document(prediction, choice, largest, durable=durable)))
+        typer.echo(json.dumps(_document(prediction, choice, largest)))
     else:
-        console = Console()
-        show(prediction, choice, largest, console)
-        for part in show_durable(prediction) if durable else ():
-            console.print(part, highlight=False, soft_wrap=True)
+        show(prediction, choice, largest, Console())
     if prediction.tiers.missing:
         raise typer.Exit(1)
 
@@ -146,17 +142,14 @@ def _planned(
     return None, predict(job, machine), largest
 
 
-def _document(
-    prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None, *, durable: bool
-) -> dict[str, Any]:
+def _document(prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None) -> dict[str, Any]:
     found = largest and {
         "parameters": largest.numel,
         "layers": largest.num_layers,
         "deepest": largest.num_layers <= MAX_LAYERS,
     }
     chosen = {"section": choice.section, "why": choice.why} if choice is not None else {}
-    kept = {"durable": to_dict(prediction)} if durable else {}
-    return {**chosen, **prediction.to_dict(), "largest_model": found, **kept}
+    return {**chosen, **prediction.to_dict(), "largest_model": found}
 
 
 def _shape(

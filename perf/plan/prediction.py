@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
@@ -50,8 +50,6 @@ class Prediction:
     """Time from one step to the next with each schedule; empty where the machine's rates are not known."""
     kept: KeptState | None
     """The state as it outlives a kill; None where it ends with the process."""
-    state: dict[Tier, DurableBytes]
-    """The bytes of the state of one rank, by tier, if it were kept."""
 
     @property
     def time(self) -> IterationTime | None:
@@ -111,14 +109,10 @@ def predict(job: Job, machine: Machine) -> Prediction:
         ConfigError: a budget of the section is too small for what must be within it.
     """
     placed = PlacedJob(job, machine)
-    traffic, state = _traffic(placed), dict[Tier, DurableBytes]()
+    traffic = _traffic(placed)
     kept_activations = KeptActivations.of(job, machine, _units(placed))
     if kept_activations is not None and kept_activations.nvme:
         traffic[ACTIVATIONS] = kept_activations.traffic(job.config.rounds)
-    kept = placed.kept or KeptState(1, placed.precision.accumulate.itemsize)
-    for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True):
-        size = kept.size_of(subgroup)
-        state[tier] = state[tier] + size if tier in state else size
     work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE]), {}
     if work is not None:
         possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]
@@ -132,7 +126,6 @@ def predict(job: Job, machine: Machine) -> Prediction:
         overlap_step=placed.overlap_step,
         times=times,
         kept=placed.kept,
-        state=state,
     )
 
 

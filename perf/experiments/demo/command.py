@@ -1,25 +1,24 @@
 """The demo: it trains a small GPT twice, state on NVMe and in memory, by turns, and compares every bit."""
 
-import dataclasses
-import itertools
-import json
-import math
+from __future__ import annotations
+
 import os
 import signal
-import time
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from importlib.util import find_spec
+from math import ceil, inf
 from pathlib import Path
+from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.telemetry.trace import write_trace
-from nvme_offload.perf.experiments.demo import report
-from nvme_offload.perf.experiments.demo.training import RunResult, RunSettings, StepSample, work
+from nvme_offload.perf.experiments.demo.training import DemoRun, RunSettings, work
 from nvme_offload.perf.measure.child import Child
 from nvme_offload.perf.measure.command_line import (
     KnobError,
@@ -29,59 +28,79 @@ from nvme_offload.perf.measure.command_line import (
     choice_option,
     failures_in_words,
 )
-from nvme_offload.perf.measure.comparison import by_turns
+from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.gpt import PRESETS, parse_size
-from nvme_offload.perf.measure.machine import environment, mount_at, num_cpus
+from nvme_offload.perf.measure.machine import mount_at, num_cpus
 
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
-LINES = 10
-"""Lines of progress in a run, about."""
+MIB = 2**20
+UNKNOWN = "unknown"
 
 
-class RunChild(Child):
-    """A run in a process of its own: it trains when it is told to, says how it gets on, and ends with its result.
+class DemoSide(Child):
+    """A run in a process of its own. What it says besides is left in a file in `out`."""
 
-    What it says besides goes to a file in `out`, and is shown in the end.
-    """
-
-    def __init__(self, name: str, settings: RunSettings, steps: int, out: Path, console: Console) -> None:
+    def __init__(self, name: str, settings: RunSettings, out: Path) -> None:
         self._said = out / f"{name.replace(' ', '-').lower()}.log"
         super().__init__(work, self._said)
-        self.samples: list[StepSample] = []
-        """The steps taken so far."""
-        self._name, self._steps, self._console = name, steps, console
+        self.name = name
         self.tell(settings)
-        self.expect("ready")
-        self._started = time.monotonic()
+        self.run: DemoRun = self.expect("run")
+        """The run as far as it is known."""
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        if not (said := self._said.read_text(errors="replace").strip()):
+        if not self._said.stat().st_size:
             self._said.unlink()
-        elif not any(exception):
-            self._console.print(f"{self._name} said:\n{said}", style="yellow", markup=False, highlight=False)
 
-    def train(self, steps: int) -> None:
-        """Have the child take some steps, and wait until it has nothing left to do."""
+    def turn(self) -> float:
+        """Have it take some steps, and wait until it has nothing left to do; give the mean seconds of a step."""
+        self.tell(TURN_STEPS)
+        self.run = self.expect("run")
+        return mean(step.seconds for step in self.run.steps[-TURN_STEPS:])
 
-        def note(kind: str, sample: StepSample) -> None:
-            self.samples.append(sample)
-            done = len(self.samples)
-            if done in (1, self._steps) or done % max(1, self._steps // LINES) == 0:
-                said = f"{self._name}: step {done}/{self._steps}, loss {sample.loss:.3f}, {sample.pace}"
-                self._console.print(
-                    f"{said}, {time.monotonic() - self._started:.0f} s", highlight=False, soft_wrap=True
-                )
+    def end(self) -> None:
+        """End it, and have its digests."""
+        self.run = self.finish("run")
 
-        self.tell(steps)
-        self.expect("turn ended", note)
+    def row(self) -> Row:
+        """Show what is known of it."""
+        run, steps = self.run, self.run.steps
+        shares = [step.share_of_ideal for step in steps if step.share_of_ideal is not None]
+        shown = {
+            "": self.name,
+            "steps": str(len(steps)),
+            "a step": f"{median(step.seconds for step in steps):.3f} s",
+            "in step()": f"{median((step.returned_ns - step.called_ns) / 1e9 for step in steps):.3f} s",
+            "of the ideal": f"{median(shares):.0%} ({steps[-1].limit})" if shares else UNKNOWN,
+            "peak memory": _mib(run.peak_bytes),
+            "the optimizer's": _mib(run.optimizer_bytes) if run.digests else "",
+            "B read": _per_parameter(run, 0),
+            "B written": _per_parameter(run, 1),
+            "GB/s": f"{run.rate / 1e9:.2f}" if run.rate else "",
+            "loss": f"{mean(step.loss for step in steps[-10:]):.4f}",
+        }
+        return Row(shown, {name: value for name, value in asdict(run).items() if name != "spans"})
+
+
+def _mib(size: int | None) -> str:
+    return UNKNOWN if size is None else f"{size / MIB:,.0f} MiB"
+
+
+def _per_parameter(run: DemoRun, way: int) -> str:
+    """Bytes per parameter and step, by the kernel's count and by the optimizer's."""
+    elements = run.num_parameters * len(run.steps)
+    counts = (run.kernel_bytes, run.counted_bytes)
+    return " / ".join(UNKNOWN if count is None else f"{count[way] / elements:.2f}" for count in counts)
 
 
 def demo(
     size: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}, or LAYERSxWIDTH such as 8x512.")] = "small",
     steps: Annotated[
-        int | None, typer.Option(min=2, max=100_000, help="Steps of each run; without it what fits the budget.")
+        int | None,
+        typer.Option(min=1, max=100_000, help="Steps of each run, in eights; without it what fits the budget."),
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that a run may train, without --steps.")] = 50.0,
     path: Annotated[
@@ -93,32 +112,28 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
 ) -> None:
     """Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit."""
-    options = dict(locals())
-    console = Console()
+    asked = {**locals(), "path": str(path), "out": str(out)}
     with failures_in_words():
         shape = parse_size(size)
         check_save(out, "out")
         out.mkdir(parents=True, exist_ok=True)
         drive = choose_drive(path, out)
         check_space(drive, shape.swap_bytes)
-        console.print(
-            f"A GPT with {shape.num_parameters / 1e6:.1f} million bf16 parameters learns Python's standard library, "
-            f"twice; swap below {drive}.",
-            highlight=False,
-        )
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with TemporaryDirectory(prefix="nvme-offload-demo-", dir=drive) as swap:
-            settings = RunSettings(
-                size=shape,
-                seed=seed,
-                engine=engine,
-                swap=Path(swap),
-                threads=num_cpus(),
-            )
-            limits = (shape.steps, budget) if steps is None else (steps, math.inf)
-            nvme, memory = train(settings, *limits, out, console)
-        same = conclude(nvme, memory, {**options, "swap_parent": drive}, out, console)
-    if not same:
+    title = (
+        f"A GPT with {shape.num_parameters / 1e6:.1f} million bf16 parameters learns Python's standard library, twice"
+    )
+    typer.echo(f"{title}; swap below {drive}.", err=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    limit = budget if steps is None else inf
+    ended: list[DemoSide] = []
+    with TemporaryDirectory(prefix="nvme-offload-demo-", dir=drive) as swap:
+        settings = RunSettings(size=shape, seed=seed, engine=engine, swap=Path(swap), threads=num_cpus())
+        measured = by_turns(settings, ceil((steps or shape.steps) / (2 * TURN_STEPS)), limit, out, ended)
+        with closing(measured):
+            run_experiment("demo", title, measured, lambda _: conclusion(ended), path=drive, save_to=out, asked=asked)
+    for line in pictures(ended[0].run, out):
+        typer.echo(line)
+    if differences(*(side.run for side in ended)):
         raise typer.Exit(1)
 
 
@@ -138,66 +153,60 @@ def choose_drive(path: Path | None, out: Path) -> Path:
     raise KnobError("path", f"{where}: memory and no drive; name a directory on a drive with --path")
 
 
-def train(
-    settings: RunSettings, steps: int, seconds: float, out: Path, console: Console
-) -> tuple[RunResult, RunResult]:
+def by_turns(settings: RunSettings, quads: int, seconds: float, out: Path, ended: list[DemoSide]) -> Generator[Row]:
     """Train both runs, a few steps each in turn, so that the machine's moods are those of both.
 
-    Both end after their steps, or when the one on NVMe has used up its seconds.
+    Both end after these quads, or when the one on NVMe has used up its seconds; then they are in `ended`.
     """
-    in_memory = dataclasses.replace(settings, swap=None)
-    with ExitStack() as children:
-        nvme = children.enter_context(RunChild("state on NVMe", settings, steps, out, console))
-        memory = children.enter_context(RunChild("state in memory", in_memory, steps, out, console))
-        turns = by_turns((nvme, memory))
-        while (taken := len(nvme.samples)) < steps and sum(one.seconds for one in nvme.samples) < seconds:
-            for child in itertools.islice(turns, 2):
-                child.train(min(TURN_STEPS, steps - taken))
-        if taken < steps:
-            words = f"both runs end after {taken} of {steps} steps: {seconds:.0f} s of a run are used up"
-            console.print(f"[yellow]{words} (--budget or --steps changes that).")
-        return nvme.finish("result"), memory.finish("result")
+    with (
+        DemoSide("state on NVMe", settings, out) as nvme,
+        DemoSide("state in memory", replace(settings, swap=None), out) as memory,
+    ):
+        for _ in Case(name="demo", ours=nvme.turn, reference=memory.turn, has_control=False).measure(quads):
+            yield from (nvme.row(), memory.row())
+            if sum(step.seconds for step in nvme.run.steps) >= seconds:
+                break
+        for side in (nvme, memory):
+            side.end()
+            ended.append(side)
+            yield side.row()
 
 
-def conclude(nvme: RunResult, memory: RunResult, options: dict[str, Any], out: Path, console: Console) -> bool:
-    """Make table, pictures and file of both runs; say whether they ended with the same bits."""
-    differing = report.differences(nvme, memory)
-    console.print()
-    console.print(report.make_table(nvme, memory))
-    engine, reason = nvme.stats["engine"], nvme.stats["engine_reason"]
-    console.print(f"engine of the run on NVMe: {engine} ({reason})\n", markup=False, highlight=False)
-    write_trace(report.all_spans(nvme), out / "trace.json")
-    step, picture = None, "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
-    if find_spec("matplotlib") is not None:
-        # It is slow to import, and a wrong option should be told at once.
-        from nvme_offload.perf.experiments.demo.timeline import draw_timeline
+def conclusion(ended: Sequence[DemoSide]) -> list[str]:
+    """Say what the columns mean and, when both runs have ended, whether their bits are the same."""
+    said = [
+        "B: bytes per parameter and step, as the kernel and as the optimizer count them; GB/s while reading or writing",
+        "peak memory: resident; the optimizer's: resident after training, less what was before it was made",
+    ]
+    if len(ended) < 2:
+        return said
+    nvme, memory = (side.run for side in ended)
+    said.append(f"engine of the run on NVMe: {nvme.stats['engine']} ({nvme.stats['engine_reason']})")
+    if names := differences(nvme, memory):
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return [*said, f"NOT bit-identical: {shown}. This is a bug; please report it with the saved files."]
+    same = f"all {nvme.num_parameters:,} parameters, their master weights and moments have equal SHA-256 digests"
+    return [*said, f"Bit-identical: {same} after {len(nvme.steps)} steps, and all losses are equal."]
 
-        step = draw_timeline(nvme, out / "timeline.png")
-        picture = f"timeline of step {step + 1}: {out / 'timeline.png'}"
-    document = {
-        "options": {**options, "timeline_step": step},
-        "environment": environment([options["swap_parent"]]),
-        "bit_identical": not differing,
-        "differences": differing,
-        "runs": {name: dataclasses.asdict(result) for name, result in (("nvme", nvme), ("cpu", memory))},
-    }
-    (out / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
-    console.print(
-        picture,
-        f"for ui.perfetto.dev: {out / 'trace.json'}",
-        f"everything:         {out / 'results.json'}\n",
-        sep="\n",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    if differing:
-        shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-        console.print(f"[bold red]NOT bit-identical: {shown}. This is a bug; please report it with results.json.")
-        return False
-    console.print(
-        f"[bold green]Bit-identical: all {nvme.num_parameters:,} parameters, their master weights and moments "
-        f"have equal SHA-256 digests after {len(nvme.samples)} steps, and all losses are equal.",
-        highlight=False,
-    )
-    return True
+
+def differences(nvme: DemoRun, memory: DemoRun) -> list[str]:
+    """Names of all that differs between the runs; empty where they are bit-identical."""
+    names = [name for name in nvme.digests | memory.digests if nvme.digests.get(name) != memory.digests.get(name)]
+    for number, (ours, other) in enumerate(zip(nvme.steps, memory.steps, strict=False), 1):
+        names += [f"loss of step {number}"] * (ours.loss != other.loss)
+        names += [f"gradient norm of step {number}"] * (ours.total_norm != other.total_norm)
+    names += ["number of steps"] * (len(nvme.steps) != len(memory.steps))
+    return names + ["digests, which are missing"] * (not nvme.digests)
+
+
+def pictures(run: DemoRun, out: Path) -> Iterator[str]:
+    """Leave a trace and, with matplotlib, a picture in a folder, and say so."""
+    write_trace(sorted(run.spans, key=lambda span: span.start_ns), out / "trace.json")
+    yield f"for ui.perfetto.dev: {out / 'trace.json'}"
+    if find_spec("matplotlib") is None:
+        yield "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
+        return
+    # It is slow to import, and a wrong option should be told at once.
+    from nvme_offload.perf.experiments.demo.timeline import draw_timeline
+
+    yield f"timeline of step {draw_timeline(run, out / 'timeline.png') + 1}: {out / 'timeline.png'}"

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nvme_offload.perf.experiments.demo.report import io_seconds, merge, total
-from nvme_offload.perf.experiments.demo.training import RunResult
+from nvme_offload.perf.experiments.demo.training import DemoRun, merge, total
 
 INK, GRID, WAITING = "#22272e", "#e6e9ed", "#c4cad1"
 KINDS = {
@@ -47,33 +46,17 @@ class Bar(NamedTuple):
     end: float
 
 
-def typical_step(result: RunResult) -> int:
-    """The step whose iteration took the median time; not the first, which also creates what the others use.
-
-    Raises:
-        ValueError: No step has reads and writes to show.
-    """
-    steps = [i for i, sample in enumerate(result.samples) if any(span[0] == "write" for span in sample.spans)]
-    if not steps:
-        raise ValueError("the optimizer kept no timeline")
-    steps = steps[1:] or steps
-    return sorted(steps, key=lambda i: result.samples[i].seconds)[len(steps) // 2]
-
-
-def draw_timeline(result: RunResult, path: Path) -> int:
-    """Save the picture of a typical step and return the step's index.
-
-    Raises:
-        ValueError: The run has no timeline.
-    """
-    step = typical_step(result)
-    sample = result.samples[step]
-    zero = sample.started_ns
+def draw_timeline(run: DemoRun, path: Path) -> int:
+    """Save the picture of the step whose iteration took the median time; return the step's index."""
+    index = sorted(range(len(run.steps)), key=lambda i: run.steps[i].seconds)[len(run.steps) // 2]
+    step = run.steps[index]
+    zero = step.started_ns
     bars = [
         Bar(kind, subgroup, max(0.0, (start - zero) / 1e6), (end - zero) / 1e6)
-        for kind, subgroup, start, end in sorted(sample.spans, key=lambda span: span[2])
+        for kind, subgroup, start, end in sorted(run.spans, key=lambda span: span.start_ns)
+        if end > zero and start < step.returned_ns
     ]
-    called, returned = ((moment - zero) / 1e6 for moment in (sample.began_ns, sample.returned_ns))
+    called, returned = ((moment - zero) / 1e6 for moment in (step.called_ns, step.returned_ns))
     updates = list(dict.fromkeys(bar.subgroup for bar in bars if bar.kind == "compute"))
     heights = (1.5 * len(LANES), len(updates))
     figure, (lanes, rows) = plt.subplots(
@@ -92,7 +75,7 @@ def draw_timeline(result: RunResult, path: Path) -> int:
     for moment, text in ((called, "step() is called"), (returned, "returns")):
         lanes.annotate(text, (moment, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right", fontsize=9)
     rows.set_xlim(0, max(returned, *(bar.end for bar in bars)) * 1.01)
-    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(result, step, bars)}", x=0.01, ha="left")
+    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(run, index, bars)}", x=0.01, ha="left")
     handles: list[Patch | Line2D] = [
         Patch(color=color, label=meaning)
         for kind, (color, meaning) in KINDS.items()
@@ -102,7 +85,7 @@ def draw_timeline(result: RunResult, path: Path) -> int:
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return step
+    return index
 
 
 def _draw_bar(axes: Axes, row: int, start: float, end: float, kind: str) -> None:
@@ -137,12 +120,13 @@ def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
     axes.set_title("Subgroup by subgroup, in the order of their updates", loc="left", fontsize=10, fontweight="bold")
 
 
-def _facts(result: RunResult, step: int, bars: list[Bar]) -> str:
-    sample, num_subgroups = result.samples[step], result.stats["num_subgroups"]
-    kept = num_subgroups - len({bar.subgroup for bar in bars if bar.kind == "read"})
-    rate = sample.bytes_moved / io_seconds(span for span in sample.spans if span[2] >= sample.began_ns) / 1e9
+def _facts(run: DemoRun, index: int, bars: list[Bar]) -> str:
+    step, num_subgroups = run.steps[index], run.stats["num_subgroups"]
+    kept = num_subgroups - len({bar.subgroup for bar in bars if bar.kind == "read" and bar.start})
+    share = "" if step.share_of_ideal is None else f", {step.share_of_ideal:.0%} of the ideal ({step.limit})"
+    moved, rate = sum(run.counted_bytes) / len(run.steps) / 1e6, (run.rate or 0.0) / 1e9
     return (
-        f"Step {step + 1}, {sample.pace}; {result.num_parameters / 1e6:.1f} million parameters in {num_subgroups} "
-        f"subgroups; {sample.bytes_moved / 1e6:.0f} MB moved at {rate:.2f} GB/s;\nengine {result.stats['engine']}"
+        f"Step {index + 1}, {step.seconds:.2f} s{share}; {run.num_parameters / 1e6:.1f} million parameters in "
+        f"{num_subgroups} subgroups;\n{moved:.0f} MB a step at {rate:.2f} GB/s, engine {run.stats['engine']}"
         + (f"; {kept} were still in memory" if kept else "")
     )

@@ -1,11 +1,11 @@
 """One run of the demo, in a process of its own: the same for both places where optimizer state can live."""
 
-import dataclasses
+from __future__ import annotations
+
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from nvme_offload.perf.measure.sections import section
 MICRO_BATCH, ACCUMULATION = 8, 2
 LEARNING_RATE = 2e-3
 LEARNING_RATE_WIDTH = 384  # wider models get less, in proportion
-WEIGHT_DECAY = 0.1
 WARM_UP_PASSES = 2
-MEASURED_FROM = 1  # the first step also creates what later steps only use
 DIGESTED = ("master", "exp_avg", "exp_avg_sq")
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,63 +53,65 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSample:
-    """One step: losses in nats per byte, times in seconds."""
+class Step:
+    """One step; its loss is in nats per byte."""
 
     loss: float
-    forward_backward_seconds: float
-    optimizer_seconds: float
-    """Seconds in `optimizer.step()`, and waiting for writes of the step before if they still ran."""
     total_norm: float
     started_ns: int
     """When its first forward began."""
-    began_ns: int
+    called_ns: int
     returned_ns: int
     """When `optimizer.step()` was called and when it returned; writes may run behind it."""
-    share_of_ideal: float | None = None
+    share_of_ideal: float | None
     """The iteration came so near to the longer of its computing and its bytes; None is not known."""
-    limit: str = ""
-    """The limit of the iteration."""
-    spans: list[Span] = field(default_factory=list)
-    """All that began between the end of the step before and the end of this one, also what ran on behind them."""
-    bytes_moved: int = 0
-    """Bytes that this step read and wrote."""
+    limit: str
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.forward_backward_seconds + self.optimizer_seconds
-
-    @property
-    def pace(self) -> str:
-        """Seconds, and what share of the ideal they are, in words."""
-        share = self.share_of_ideal
-        of_ideal = "" if share is None else f", {share:.0%} of the ideal ({self.limit})"
-        return f"{self.seconds:.2f} s per step{of_ideal}"
+        return (self.returned_ns - self.started_ns) / 1e9
 
 
 @dataclass(kw_only=True)
-class RunResult:
-    """One child process found this."""
+class DemoRun:
+    """One child process has found this by now. A step before the first is in nothing: it makes what others only use."""
 
     settings: dict[str, Any]
     num_parameters: int
-    samples: list[StepSample] = field(default_factory=list)
-    train_seconds: float = 0.0
-    peak_resident_bytes: int | None = None
-    optimizer_resident_bytes: int | None = None
+    steps: list[Step] = field(default_factory=list)
+    spans: set[Span] = field(default_factory=set)
+    peak_bytes: int | None = None
+    optimizer_bytes: int | None = None
     """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
-    process_bytes: tuple[int, int] | None = None
-    """Bytes read and written by the process from the second step on, as the kernel counts them."""
+    kernel_bytes: tuple[int, int] | None = None
+    """Bytes read and written by the process, as the kernel counts them."""
     counted_bytes: tuple[int, int] = (0, 0)
-    """Bytes read and written from the second step on, as the optimizer counts them."""
+    """The same as the optimizer counts them."""
     stats: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
-    def measured(self) -> list[StepSample]:
-        """The steps that times and bytes are taken from."""
-        return self.samples[MEASURED_FROM:] or self.samples
+    def rate(self) -> float | None:
+        """Bytes per second while a read or a write was under way; None where nothing moved."""
+        times = merge((start, end) for kind, _, start, end in self.spans if kind in ("read", "write"))
+        return sum(self.counted_bytes) / total(times) * 1e9 if times else None
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The times in which at least one of the intervals runs, disjoint and in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Length of all intervals together."""
+    return sum(end - start for start, end in intervals)
 
 
 def work(told: Iterator[Any], send: Send) -> None:
@@ -118,57 +121,84 @@ def work(told: Iterator[Any], send: Send) -> None:
     """
     settings: RunSettings = next(told)
     torch.set_num_threads(settings.threads)  # the same in every process: arithmetic is repeatable
-    text = load_corpus()
     torch.manual_seed(settings.seed)
     # Processors without bf16 instructions take many times as long to compute in bf16.
     model = ByteGPT(settings.size, CONTEXT, torch.float32).bfloat16()
-    numel = sum(param.numel() for param in model.parameters())
-    result = RunResult(settings=settings.section(), num_parameters=numel)
-    baseline = _warm_up(model, batches(text, MICRO_BATCH, settings.seed + 2))
-    optimizer = OffloadAdamW(
+    stream = batches(load_corpus(), MICRO_BATCH, settings.seed)
+    before = _warm_up(model, stream)
+    with OffloadAdamW(
         model.parameters(),
         lr=LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / settings.size.width),
         betas=(0.9, 0.95),
-        weight_decay=WEIGHT_DECAY,
+        weight_decay=0.1,
         offload=settings.section(),
-    )
-    with optimizer:
-        training = TrainingByTurns(model, optimizer, batches(text, MICRO_BATCH, settings.seed), result)
-        send("ready", None)
+    ) as optimizer:
+        numel = sum(param.numel() for param in model.parameters())
+        run = DemoRun(settings=settings.section(), num_parameters=numel)
+        _step(model, optimizer, stream)
+        optimizer.synchronize()
+        by_kernel, counted = storage_bytes(), _moved(optimizer)
+        send("run", run)
         for steps in told:
-            training.turn(steps, send)
-            send("turn ended", None)
-        training.count_bytes()
-        result.peak_resident_bytes, resident = peak_resident_bytes(), settled_resident_bytes()
-        if resident is not None and baseline is not None:
-            result.optimizer_resident_bytes = resident - baseline
-        result.stats = dataclasses.asdict(optimizer.stats())
-        result.digests = _digest_all(model, optimizer)
-    send("result", result)
+            optimizer.begin_iteration()
+            for _ in range(steps):
+                run.steps.append(_step(model, optimizer, stream))
+                run.spans.update(optimizer.timeline())
+            optimizer.synchronize()
+            run.spans.update(optimizer.timeline())  # what ran on behind the last step
+            run.peak_bytes, run.stats = peak_resident_bytes(), asdict(optimizer.stats())
+            run.kernel_bytes = _since(by_kernel, storage_bytes())
+            run.counted_bytes = _since(counted, _moved(optimizer)) or (0, 0)
+            send("run", run)
+        after = settled_resident_bytes()
+        run.optimizer_bytes = None if before is None or after is None else after - before
+        run.digests = _digest_all(model, optimizer)
+    send("run", run)
 
 
-def _warm_up(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]]) -> int | None:
+def _warm_up(model: nn.Module, stream: Batches) -> int | None:
     """Forward and backward that change nothing; gives the memory that is resident afterwards.
 
     An optimizer of torch's is made, too: the first one of a process imports much of torch that is not our doing.
     """
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    for _ in range(WARM_UP_PASSES):
-        _forward_backward(model, stream)
+    for inputs, targets in islice(stream, WARM_UP_PASSES):
+        model(inputs, targets).backward()
         model.zero_grad(set_to_none=True)
     return settled_resident_bytes()
 
 
-def _forward_backward(model: nn.Module, stream: Iterator[tuple[Tensor, Tensor]], passing: Any = nullcontext) -> float:
-    """Accumulate the gradient of one step; gives the loss."""
-    total = 0.0
+def _step(model: nn.Module, optimizer: OffloadAdamW, stream: Batches) -> Step:
+    started, loss = time.monotonic_ns(), 0.0
     for inputs, targets in islice(stream, ACCUMULATION):
-        with passing("forward"):
-            loss = model(inputs, targets) / ACCUMULATION
-        with passing("backward"):
-            loss.backward()
-        total += loss.item()
-    return total
+        with optimizer.passing("forward"):
+            part = model(inputs, targets) / ACCUMULATION
+        with optimizer.passing("backward"):
+            part.backward()
+        loss += part.item()
+    called = time.monotonic_ns()
+    optimizer.step()
+    returned = time.monotonic_ns()
+    optimizer.zero_grad()
+    stats = optimizer.stats()
+    return Step(
+        loss=loss,
+        total_norm=stats.total_norm,
+        started_ns=started,
+        called_ns=called,
+        returned_ns=returned,
+        share_of_ideal=stats.iteration.share_of_ideal if stats.iteration else None,
+        limit=stats.iteration.limit if stats.iteration else "",
+    )
+
+
+def _moved(optimizer: OffloadAdamW) -> tuple[int, int]:
+    stats = optimizer.stats()
+    return stats.bytes_read, stats.bytes_written
+
+
+def _since(before: tuple[int, int] | None, now: tuple[int, int] | None) -> tuple[int, int] | None:
+    return None if before is None or now is None else (now[0] - before[0], now[1] - before[1])
 
 
 def _digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:
@@ -185,75 +215,3 @@ def _digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:
         digests |= {f"{name} {key}": digest(state[key]) for key in DIGESTED}
         digests[f"{name} step"] = str(float(state["step"]))
     return digests
-
-
-class TrainingByTurns:
-    """The loop over the steps of one run; `result` gets what is found."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: OffloadAdamW, stream: Iterator[tuple[Tensor, Tensor]], result: RunResult
-    ) -> None:
-        self._model, self._optimizer, self._stream, self._result = model, optimizer, stream, result
-        self._moved_before = 0
-        self._first_counts = storage_bytes(), self._moved()
-
-    def turn(self, steps: int, send: Send) -> None:
-        """Take some steps, each sent when it is done; nothing runs on while another process trains."""
-        started = time.perf_counter()
-        self._optimizer.begin_iteration()
-        for _ in range(steps):
-            if len(self._result.samples) == MEASURED_FROM:
-                self._optimizer.synchronize()
-                self._first_counts = storage_bytes(), self._moved()
-            self._result.samples.append(self._step())
-            send("step", self._result.samples[-1])
-        self._complete_sample()
-        self._result.train_seconds += time.perf_counter() - started
-
-    def count_bytes(self) -> None:
-        """Note what was read and written from the second step on."""
-        (process, counted), process_now = self._first_counts, storage_bytes()
-        if process is not None and process_now is not None:
-            self._result.process_bytes = process_now[0] - process[0], process_now[1] - process[1]
-        now = self._moved()
-        self._result.counted_bytes = now[0] - counted[0], now[1] - counted[1]
-
-    def _moved(self) -> tuple[int, int]:
-        stats = self._optimizer.stats()
-        return stats.bytes_read, stats.bytes_written
-
-    def _step(self) -> StepSample:
-        optimizer, started = self._optimizer, time.monotonic_ns()
-        loss = _forward_backward(self._model, self._stream, optimizer.passing)
-        computed = time.monotonic_ns()
-        self._complete_sample()
-        began = time.monotonic_ns()
-        optimizer.step()
-        returned = time.monotonic_ns()
-        optimizer.zero_grad()
-        iteration = optimizer.stats().iteration
-        return StepSample(
-            loss=loss,
-            forward_backward_seconds=(computed - started) / 1e9,
-            optimizer_seconds=(returned - computed) / 1e9,
-            total_norm=optimizer.stats().total_norm,
-            started_ns=started,
-            began_ns=began,
-            returned_ns=returned,
-            share_of_ideal=iteration.share_of_ideal if iteration else None,
-            limit=iteration.limit if iteration else "",
-        )
-
-    def _complete_sample(self) -> None:
-        """Add to the latest sample what is only known when its last write is done.
-
-        Called before the next step, when these writes have had the whole forward and backward to end in.
-        """
-        self._optimizer.synchronize()
-        moved, samples = sum(self._moved()), self._result.samples
-        if samples:
-            latest = samples[-1]
-            spans = [span for span in self._optimizer.timeline() if span.start_ns < latest.returned_ns]
-            bytes_moved = latest.bytes_moved + moved - self._moved_before
-            samples[-1] = dataclasses.replace(latest, spans=spans, bytes_moved=bytes_moved)
-        self._moved_before = moved

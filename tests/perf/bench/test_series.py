@@ -126,7 +126,6 @@ def test_it_is_measured_shown_saved_and_planned_with(tmp_path):
         (["--duration", "0.5"], "choose 1 to"),
         (["--duration", "nan"], "choose 1 to"),
         (["--duration", "5", "--target", "step"], "use --target raw"),
-        (["--duration", "5", "--target", "swapper"], "use --target raw"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, more, why):

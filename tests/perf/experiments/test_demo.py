@@ -1,15 +1,15 @@
 """The demo from end to end on its smallest model, and what it does when something is wrong."""
 
-import copy
-import dataclasses
 import json
 import operator
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
@@ -17,46 +17,45 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
-from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.optim.telemetry.trace import TRACKS
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
-from nvme_offload.perf.experiments.demo import report
-from nvme_offload.perf.experiments.demo.report import io_seconds, merge, total
-from nvme_offload.perf.experiments.demo.training import RunResult, StepSample
+from nvme_offload.perf.experiments.demo.training import DemoRun, Step, merge, total
 from nvme_offload.perf.measure import gpt
+from nvme_offload.perf.measure.experiment import Row
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus, parse_size
 
-STEPS = 6
+STEPS = 8
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
 REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Output, directory and results of one demo that ran to its end."""
+    """Output, directory and document of one demo that ran to its end."""
     out = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
-        [*COMMAND, "--steps", str(STEPS), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
+        [*COMMAND, "--steps", str(STEPS - 1), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, out, json.loads((out / "results.json").read_text())
+    return done.stdout + done.stderr, out, document_in(out)
+
+
+def document_in(out):
+    [file] = out.glob("*-demo.json")
+    return json.loads(file.read_text())
 
 
 @pytest.fixture
 def runs(finished):
-    """Fresh copies of both results."""
-    results = copy.deepcopy(finished[2]["runs"])
-    return result_of(results["nvme"]), result_of(results["cpu"])
-
-
-def result_of(saved):
-    """The result that a file has; its keys and pairs are those of JSON."""
-    counts = {name: saved[name] and tuple(saved[name]) for name in ("counted_bytes", "process_bytes")}
-    samples = [
-        StepSample(**sample | {"spans": [Span._make(span) for span in sample["spans"]]}) for sample in saved["samples"]
-    ]
-    return RunResult(**saved | counts | {"samples": samples})
+    """Both runs, state on NVMe and in memory, as the file has them."""
+    return tuple(
+        DemoRun(
+            **{key: value for key, value in saved.items() if key != "name"}
+            | {"steps": [Step(**each) for each in saved["steps"]]}
+        )
+        for saved in finished[2]["results"]
+    )
 
 
 def output_of(*arguments: str) -> tuple[int, str]:
@@ -66,95 +65,83 @@ def output_of(*arguments: str) -> tuple[int, str]:
 
 
 def test_both_runs_are_bit_identical(finished, runs):
-    output, _, results = finished
     nvme, memory = runs
-    assert results["bit_identical"] is True
     assert nvme.digests == memory.digests
-    assert [s.loss for s in nvme.samples] == [s.loss for s in memory.samples]
+    assert [step.loss for step in nvme.steps] == [step.loss for step in memory.steps]
     num_tensors = len(list(ByteGPT(gpt.PRESETS["tiny"], CONTEXT, torch.bfloat16).parameters()))
     assert len(nvme.digests) == 5 * num_tensors  # the parameter, master, exp_avg, exp_avg_sq, step
-    assert "Bit-identical" in output
+    assert f"Bit-identical: all {nvme.num_parameters:,} parameters" in finished[0]
 
 
 def test_state_was_on_the_drive_and_loss_fell(runs):
     nvme, memory = runs
-    assert len(nvme.samples) == len(memory.samples) == STEPS
-    assert nvme.samples[-1].loss < nvme.samples[0].loss
-    written = nvme.counted_bytes[1] / (nvme.num_parameters * len(nvme.measured))
+    assert len(nvme.steps) == len(memory.steps) == STEPS
+    assert nvme.steps[-1].loss < nvme.steps[0].loss
+    written = nvme.counted_bytes[1] / (nvme.num_parameters * STEPS)
     assert written == pytest.approx(10, rel=0.02)
-    assert memory.counted_bytes == (0, 0)
+    assert tuple(memory.counted_bytes) == (0, 0)
     assert nvme.stats["num_subgroups"] >= 8
-    assert nvme.process_bytes is None or nvme.process_bytes[1] >= 0.95 * nvme.counted_bytes[1]
+    assert nvme.kernel_bytes is None or nvme.kernel_bytes[1] >= 0.95 * nvme.counted_bytes[1]
+    assert nvme.settings["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
 
 
 def test_the_picture_shows_something(finished):
-    _, out, _ = finished
-    picture = matplotlib.image.imread(out / "timeline.png")
+    picture = matplotlib.image.imread(finished[1] / "timeline.png")
     assert picture.shape[0] > 400
     assert picture.shape[1] > 1000
     assert len({tuple(colour) for colour in picture[::3, ::3, :3].reshape(-1, 3).tolist()}) > 20
 
 
-def test_results_can_be_judged_alone(finished):
-    _, _, results = finished
-    assert results["options"]["seed"] == 0
-    assert {"kernel", "cpu", "num_cpus", "storage", "commit"} <= results["environment"].keys()
-    run = results["runs"]["nvme"]
-    assert len(run["samples"]) == STEPS
-    assert run["settings"]["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
-    whole = {"forward", "backward", "step", "norm", "wait", "read", "compute", "write"}
-    assert {span[0] for span in run["samples"][-1]["spans"]} == whole
-
-
-def test_the_runs_trained_by_turns(finished):
+def test_the_runs_trained_by_turns(finished, runs):
     """Four steps each, the order reversed each time; nothing of one lies in a turn of the other."""
-    output, _, results = finished
     turns = {
-        name: [(turn[0]["began_ns"], turn[-1]["returned_ns"]) for turn in (samples[:4], samples[4:])]
-        for name, samples in ((name, run["samples"]) for name, run in results["runs"].items())
+        name: [(turn[0].called_ns, turn[-1].returned_ns) for turn in (run.steps[:4], run.steps[4:])]
+        for name, run in zip(("nvme", "memory"), runs, strict=True)
     }
     in_order = sorted((turn, name) for name, its in turns.items() for turn in its)
-    assert [name for _, name in in_order] == ["nvme", "cpu", "cpu", "nvme"]
+    assert [name for _, name in in_order] == ["nvme", "memory", "memory", "nvme"]
     for (_, before), (after, _) in pairwise([turn for turn, _ in in_order]):
         assert before < after
-    shares = [sample["share_of_ideal"] for sample in results["runs"]["nvme"]["samples"]]
-    assert all(0 < share <= 1 for share in shares)
-    assert re.search(r"state on NVMe: step 6/6, .* s per step, \d+% of the ideal \(\w", output)
+    assert all(0 < step.share_of_ideal <= 1 for step in runs[0].steps)
+    assert re.search(r"state on NVMe  8  .* s  \d+% \(\w", finished[0])
 
 
 def test_the_trace_has_every_step(finished):
-    _, out, _ = finished
-    events = json.loads((out / "trace.json").read_text())["traceEvents"]
-    steps = [event for event in events if event.get("cat") == "step"]
-    assert len(steps) == STEPS
+    events = json.loads((finished[1] / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "step" for event in events) == STEPS
+    assert {"forward", "backward", "norm", "wait", "read", "compute", "write"} <= {each.get("cat") for each in events}
     named = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert named == set(TRACKS) - {"commits"}, "a run that is not durable has none"
 
 
 def test_nothing_is_left_on_the_drive(finished):
-    _, out, _ = finished
     # A log stays only where something was said in it, for example which engine was passed over.
-    names = {path.name for path in out.iterdir() if path.suffix != ".log"}
-    assert names == {"timeline.png", "trace.json", "results.json"}
+    names = {re.sub(r"^.*Z-", "", path.name) for path in finished[1].iterdir() if path.suffix != ".log"}
+    assert names == {"timeline.png", "trace.json", "demo.json", "demo.md"}
 
 
 def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
-    nvme, memory = runs
     name = "byte_embedding.weight exp_avg"
-    memory.digests[name] = "0" * 64
-    monkeypatch.setattr(demo, "train", lambda *arguments: (nvme, memory))
-    code, output = output_of("--size", "tiny", "--steps", str(STEPS), "--out", str(tmp_path))
+    runs[1].digests = runs[1].digests | {name: "0" * 64}
+
+    def by_turns(settings, quads, seconds, out, ended):
+        for run in runs:
+            ended.append(SimpleNamespace(run=run))
+            yield Row({"": str(len(ended))}, {})
+
+    monkeypatch.setattr(demo, "by_turns", by_turns)
+    monkeypatch.setattr(demo, "pictures", lambda run, out: [])
+    code, output = output_of("--size", "tiny", "--out", str(tmp_path))
     assert code == 1
     assert f"NOT bit-identical: {name}" in output
-    assert json.loads((tmp_path / "results.json").read_text())["differences"] == [name]
 
 
 def test_differences_names_losses_and_missing_digests(runs):
     nvme, memory = runs
-    memory.samples[1] = dataclasses.replace(memory.samples[1], loss=0.0)
-    assert report.differences(nvme, memory) == ["training loss of step 2"]
+    memory.steps[1] = replace(memory.steps[1], loss=0.0)
+    assert demo.differences(nvme, memory) == ["loss of step 2"]
     nvme.digests, memory.digests = {}, {}
-    assert "digests, which are missing" in report.differences(nvme, memory)
+    assert "digests, which are missing" in demo.differences(nvme, memory)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +150,7 @@ def test_differences_names_losses_and_missing_digests(runs):
         (["--size", "huge"], "'huge' is not tiny, small, medium or LAYERSxWIDTH"),
         (["--size", "2x100"], "multiples of 64"),
         (["--size", "0x64"], "1 to 96"),
-        (["--steps", "1"], "--steps"),
+        (["--steps", "0"], "--steps"),
         (["--engine", "libaio"], "'io_uring'"),
         (["--path", "/does/not/exist"], "is no directory"),
         (["--seed", "-1"], "--seed"),
@@ -208,7 +195,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         text=True,
     )
     try:
-        assert any("step 1/" in line for line in demo_process.stdout)
+        assert any("state in memory  8" in line for line in demo_process.stdout)
         assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 2**20], "no swap file"
         demo_process.send_signal(signal.SIGINT)
         rest, _ = demo_process.communicate(timeout=60)
@@ -216,18 +203,16 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         demo_process.kill()
     assert demo_process.returncode == 130
     assert "interrupted, nothing is left behind" in rest
-    assert not [path for path in tmp_path.iterdir() if path.suffix != ".log"]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".log", ".json", ".md"}, "what was known by then stays"
 
 
 @pytest.mark.slow
 def test_a_budget_that_is_used_up_ends_both_runs_after_the_same_step(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "TURN_STEPS", 2)
-    monkeypatch.setattr(StepSample, "seconds", 0.5)
-    code, output = output_of("--size", "tiny", "--budget", "1.5", "--out", str(tmp_path))
+    monkeypatch.setattr(Step, "seconds", 0.5)
+    code, _ = output_of("--size", "tiny", "--budget", "1.5", "--out", str(tmp_path))
     assert code == 0
-    assert "both runs end after 4 of 20 steps" in output
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert {len(run["samples"]) for run in runs.values()} == {4}
+    assert [len(run["steps"]) for run in document_in(tmp_path)["results"]] == [4, 4]
 
 
 @pytest.mark.parametrize("text", [*gpt.PRESETS, "1x64", "3x128"])
@@ -281,5 +266,3 @@ def test_corpus_is_the_same_each_time_and_skips_tests(tmp_path):
 def test_intervals():
     assert merge([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert total([(0, 3), (5, 6)]) == 4
-    spans = [Span("read", 0, 0, 10**9), Span("write", 0, 5 * 10**8, 2 * 10**9), Span("compute", 0, 0, 10**10)]
-    assert io_seconds(spans) == 2.0

@@ -193,27 +193,6 @@ def test_a_trillion_parameters_on_thousands_of_ranks(tmp_path):
     assert document["days_of_life"] > 0
 
 
-@pytest.mark.parametrize(
-    ("config", "bytes_per_param"),
-    [({"bf16": {"enabled": True}}, (10, 12, 24)), ({"fp16": {"enabled": True}}, (12, 12, 24))],
-)
-def test_what_it_costs_that_every_step_survives(tmp_path, config, bytes_per_param):
-    section = {**config}
-    section["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}
-    numbers = "--capacity 1TB --read-bw 2GB --write-bw 1GB --tbw 600 --durable"
-    rows = json.loads(planned(f"{numbers} --json", section, tmp_path).stdout)["durable"]
-    assert [row["rewrite_every"] for row in rows] == [1, 2, 3, 4]
-    first = rows[0]
-    assert [first[key] / 1e6 for key in ("read", "written", "space")] == pytest.approx(bytes_per_param, rel=0.01)
-    assert [row["written"] / 1e6 for row in rows] == pytest.approx([12, 7, 16 / 3, 4.5], rel=0.01)
-    lives = [row["days_of_life"] for row in rows]
-    assert lives == sorted(lives), "less is written"
-    assert all(row["written_per_node_and_day"] * row["days_of_life"] == pytest.approx(600e12) for row in rows)
-    shown = planned(numbers, section, tmp_path).stdout
-    assert "Fastest here: rewrite_every 3" in shown or "Fastest here: rewrite_every 4" in shown
-    assert "Durable state: not known" in planned("--durable", section, tmp_path).stdout
-
-
 def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
     numbers = "--layers 24 --hidden 2560 --host-memory 8GiB --tokens 256"
     result = plan(f"--params 2e9 {numbers} --capacity 10GB --json")
