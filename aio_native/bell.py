@@ -27,10 +27,7 @@ class Bell:
         return self._eventfd
 
     def hang_on(self, operation: Operation) -> bool:
-        """Ring when `operation` is done; at once if it already is.
-
-        False where no descriptor is left for that (EMFILE): nothing will ring, and who waits must look again.
-        """
+        """Ring when `operation` is done, or at once; False: no descriptor is left, and who waits must look again."""
         with suppress(OSError, RuntimeError):
             operation.add_waker(self._eventfd)
             return True

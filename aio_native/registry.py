@@ -82,10 +82,7 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
 
 
 def open_next_engine(broken: Engine) -> OpenedEngine:
-    """Open the first of `ENGINES` after one that ``auto`` chose and that broke since, or raise EngineUnavailable.
-
-    Which, and why, is logged as a warning once per process.
-    """
+    """Open the first of `ENGINES` after one that broke, or raise EngineUnavailable; logs it once per process."""
     assert broken.breakdown is not None
     cause = f"{broken.name} has stopped working: {os.strerror(broken.breakdown.errno)}"
     return _open_first(ENGINES[ENGINES.index(broken.name) + 1 :], broken.options, cause)

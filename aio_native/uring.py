@@ -74,8 +74,7 @@ class UringOperation:
 class UringEngine(Engine):
     """io_uring through liburing, with one owner thread per ring and optional registered buffers and files.
 
-    With `no_io` no-ops are submitted in place of transfers, to measure everything except the drive. Raises
-    EngineUnavailable where the package was built without liburing, or the kernel refuses io_uring.
+    With `no_io` no-ops are submitted in place of transfers, to measure everything except the drive.
     """
 
     name = "io_uring"

@@ -77,10 +77,7 @@ __all__ = [
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; writes through ``.data`` do not show in it.
-
-    ``Tensor._version``: autograd's own counter, the only sign of an in-place change.
-    """
+    """Return how often a tensor was changed in place: ``Tensor._version``. Writes through ``.data`` do not count."""
     return tensor._version
 
 
@@ -467,10 +464,7 @@ class _GroupOfOne:
 
 @torch.no_grad()
 def _lent(fsdp_param: Any) -> tuple[torch.Tensor, bool]:
-    """Return what a rank alone gathers of a shard, and whether it stays where it is, and so can be computed with.
-
-    ``ExtensionsData.all_gather_metadata`` of our extension says so.
-    """
+    """Return what a lone rank gathers, and if it stays, as ``ExtensionsData.all_gather_metadata`` of ours says."""
     if hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather"):
         [shard] = fsdp_param.all_gather_inputs
         return shard, bool(fsdp_param._extensions_data.all_gather_metadata)
@@ -616,8 +610,7 @@ def refuse_conversion(module: torch.nn.Module, why: str) -> None:
 class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
     """While it is active, an operator that writes to a tensor for which `forbidden` holds raises ValueError instead.
 
-    ``torch.utils._python_dispatch.TorchDispatchMode``: the documented way to see every operator, also those on
-    ``.data``, in a module with a private name.
+    ``TorchDispatchMode``: the documented way to see every operator, also on ``.data``, in a module with a private name.
     """
 
     def __init__(self, forbidden: Callable[[torch.Tensor], bool], message: str) -> None:
@@ -687,10 +680,7 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Ask no classes of tensors in the block what they make of operators.
-
-    ``torch._C.DisableTorchFunctionSubclass``: what torch's pages on extending it use, and no public name.
-    """
+    """Ask no classes of tensors in the block: ``torch._C.DisableTorchFunctionSubclass``, which torch's pages use."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 

@@ -17,10 +17,9 @@ _ACCEPTED = (
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Return the number of bytes that ``value`` means; a part of a byte is dropped. Raises ValueError.
+    """Return the number of bytes that ``value`` means, or raise ValueError; a part of a byte is dropped.
 
-    A bare "8G" is refused because it could mean either unit, and a float only passes when it is a whole number, as in
-    the 1e9 of DeepSpeed's files.
+    A bare "8G" is refused, as it could mean either unit. A float is to be whole, as the 1e9 of DeepSpeed's files.
     """
     if isinstance(value, str):
         match = _FORM.fullmatch(value.strip())

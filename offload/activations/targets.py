@@ -13,8 +13,7 @@ class TargetPool:
     """Lends memory as tensors, and takes it back when the last of them is gone. From any thread.
 
     Memory that comes from the system for each read is zeroed page by page before it is used. Where malloc gave freed
-    memory back at once, that halved the rate of reads, at four times the processor time. At most `kept_bytes` are kept
-    for later.
+    memory back at once, that halved the rate of reads, at four times the processor time.
     """
 
     def __init__(self, kept_bytes: int) -> None:

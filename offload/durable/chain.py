@@ -125,10 +125,7 @@ class RingSlot:
 
 
 class ChainRows:
-    """The tables of a manifest: one row for each base, one for each entry. They are kept as slots are written.
-
-    `fds` are the swap files, in the order of the paths.
-    """
+    """The tables of a manifest: one row for each base, one for each entry. They are kept as slots are written."""
 
     def __init__(self, fds: Sequence[int]) -> None:
         self._fds = list(fds)
@@ -248,11 +245,7 @@ class ChainRows:
 
 
 def check_rows(manifest: Manifest, sizes: Sequence[int], *, where: str) -> None:
-    """Check that every row of a manifest is one that a run writes, before anything is claimed or allocated.
-
-    `sizes` has the bytes of the swap file on each path. Raises ResumeError, which names `where`, the table, the row and
-    what is wrong.
-    """
+    """Check every row of a manifest, before anything is claimed or allocated; ResumeError names table and row."""
     taken: list[tuple[int, int, int, str]] = []
     bases = manifest.tables.get(BASES, np.zeros((0, 0), np.int64))
     for name, skipped in ((BASES, 0), (ENTRIES, _ROW)):

@@ -19,10 +19,7 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
 class CommittedRank:
-    """Reads what one rank of a run has committed. Have the run `inventory.locked` as long as this is open.
-
-    Raises ResumeError where these are not all directories of the rank, not of one run, or of another version.
-    """
+    """Reads what one rank of a run has committed; the run is to be `inventory.locked` as long as this is open."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         places = {folder: about for folder in folders if (about := read_about(folder)) is not None}

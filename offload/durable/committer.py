@@ -46,11 +46,7 @@ class Committer:
         return self._commit is not None
 
     def begin(self, commit: Callable[[], None]) -> None:
-        """Have the thread call `commit`, and return at once.
-
-        It waits for the writes of a step, makes them last and writes the manifest; it raises where it cannot. Raises
-        StateError while another one is under way: `wait` first.
-        """
+        """Have the thread call `commit`, which may raise, and return at once; `wait` for the one before first."""
         if not self._finalizer.alive:
             raise ClosedError("committer")
         if self._commit is not None:

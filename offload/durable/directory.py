@@ -69,10 +69,7 @@ def parse_directory(directory: Path) -> tuple[str, int] | None:
 
 
 def read_about(directory: Path) -> dict[str, Any] | None:
-    """Return what `DurableDirectory.write_about` wrote; None where there is nothing yet.
-
-    Raises ForeignFolderError where it may be somebody else's, and ResumeError if it is damaged, or of a newer version.
-    """
+    """Return what `DurableDirectory.write_about` wrote, or None; ResumeError: it is damaged, or of a newer version."""
     path = directory / ABOUT_NAME
     try:
         about: dict[str, Any] = json.loads(read_in(directory, ABOUT_NAME))
@@ -96,11 +93,7 @@ def read_about(directory: Path) -> dict[str, Any] | None:
 
 
 class DurableDirectory:
-    """The directory of one rank of a run on one path, which exists: a `SwapDirectory` that is kept.
-
-    Raises ForeignFolderError where somebody else made it, or may write in it, and SwapIOError where the path is
-    missing, read-only or not ours.
-    """
+    """The directory of one rank of a run on one path, which exists: a `SwapDirectory` that is kept."""
 
     def __init__(self, path: Path, name: str, rank: int) -> None:
         self.path = directory_of(path, name, rank)
@@ -116,10 +109,7 @@ class DurableDirectory:
             raise SwapIOError(code, path=path, direction="allocate", extent="nvme_path") from error
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
-        """Open the swap file, or make it, and lock it; waits for the last transfers of a process that died.
-
-        Raises StateError, which names the process, where a run of this name is alive.
-        """
+        """Open or make the swap file, and lock it after a dead run's last transfers; StateError names a live one."""
         while True:
             swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
             try:

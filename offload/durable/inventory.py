@@ -109,8 +109,7 @@ def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
 def remove_run(run: RunFound) -> None:
     """Delete a run that nobody is in: first what could be resumed, then everything else.
 
-    Raises StateError where somebody is in it, and OSError where a file cannot be deleted, or is none of ours; what can
-    be resumed is gone by then.
+    Raises StateError where somebody is in it, and OSError where a file stays; what can be resumed is gone by then.
     """
     with locked(run):
         for folder in run.folders:
@@ -122,10 +121,7 @@ def remove_run(run: RunFound) -> None:
 
 
 def remove_snapshot(run: RunFound, name: str) -> None:
-    """Give up a snapshot of a run that nobody is in. The run uses its space again; the files stay as large.
-
-    Raises StateError where somebody is in the run, which has a method for this.
-    """
+    """Give up a snapshot of a run that nobody is in. The run uses its space again; the files stay as large."""
     with locked(run):
         there = [Snapshots(folder) for folder in run.folders]
         for snapshots in there:

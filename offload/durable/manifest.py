@@ -104,10 +104,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Manifest | None:
-        """Read a file of a run's folder; None where it is no manifest, or not whole.
-
-        Raises ResumeError, which names the field, where it is whole and a field is none that a run writes.
-        """
+        """Read a file of a run's folder; None if no manifest is whole in it. ResumeError names a wrong field."""
         try:
             return cls.decode(read_in(folder, name))
         except ValueError as error:
@@ -115,10 +112,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest | None:
-        """Decode the manifest with which a file begins; None where it is none, or not whole.
-
-        Raises ValueError, which names the field, where it is whole and a field makes no sense.
-        """
+        """Decode what a file begins with; None if no manifest is whole in it. ValueError names a wrong field."""
         if len(content) < _HEADER.size:
             return None
         magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
@@ -178,10 +172,6 @@ class ManifestFiles:
     """The manifests of a run, in its directory on its first path.
 
     `count` is at least 2. A run that once had more still shows them, until they are written over.
-
-    Raises:
-        ResumeError: a field of one makes no sense; nothing was made.
-        OutOfSpaceError, SwapIOError: they cannot be made or read.
     """
 
     def __init__(self, folder: Path, *, direct: bool, count: int = 2) -> None:
@@ -201,10 +191,7 @@ class ManifestFiles:
         return sorted((held for held in self._held if held), key=lambda held: held.sequence, reverse=True)
 
     def write(self, manifest: Manifest) -> None:
-        """Put a manifest in the place of the oldest one. It lasts when this returns; if it raises, the newest is whole.
-
-        Raises OutOfSpaceError where it is larger than its place, and the file system is full.
-        """
+        """Put a manifest in the place of the oldest. It lasts when this returns; if it raises, the newest is whole."""
         newest = next((held for held in self.newest_first()), None)
         if newest is not None and manifest.sequence <= newest.sequence:
             raise ValueError(f"manifest {manifest.sequence} is not newer than {newest.sequence}")

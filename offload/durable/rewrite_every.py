@@ -152,8 +152,7 @@ def choices(
 def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
     """Return the choice with the shortest iteration whose wear is allowed; of equals the one that writes least.
 
-    A period longer than `USUAL_PERIOD` is chosen only where no other is allowed. `wear_limit` is bytes a day. Raises
-    ValueError, which says what is needed, where none is allowed.
+    Beyond `USUAL_PERIOD` only where no other is allowed. `wear_limit` is bytes a day; ValueError says what is needed.
     """
     allowed = [each for each in found if wear_limit is None or each.written_per_day <= wear_limit]
     if not allowed:

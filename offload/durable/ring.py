@@ -132,10 +132,7 @@ class ExtentRing:
         return 0 if self.is_due(slot, turns_ahead=1) else len(self.slots[slot].current.log) + 1
 
     def to_rewrite(self, slot: int) -> Extent:
-        """Return where a new base of this slot goes: the same until that is committed.
-
-        Out of turn it may take an extent more, and raises OutOfSpaceError where there is no room for one.
-        """
+        """Return where a new base of this slot goes, the same until it is committed; out of turn there may be none."""
         record = self.slots[slot]
         base = record.current.base
         if base is not None and not self._is_kept(record, base.extent):
@@ -165,10 +162,7 @@ class ExtentRing:
             self._pool.give_back([target])
 
     def seal_base(self, slot: int, memory: Memory, sums: Sums) -> None:
-        """Write the trailer of a base; the chain of the slot is from now on what is about to go to `to_rewrite`.
-
-        `memory` has state and tail, and `sums` are of both as they are there now.
-        """
+        """Write the trailer of a base; the chain of the slot is from now on what is about to go to `to_rewrite`."""
         base = self._sealed(slot, self.to_rewrite(slot), memory, self.slots[slot].layout.base, sums)
         self._become(slot, Chain(base))
         self._rows.set_base(slot, base)
@@ -189,10 +183,7 @@ class ExtentRing:
         return content.size_bytes
 
     def open_sealed(self, slot: int, written: Written, memory: Memory) -> Sums:
-        """Check the trailer of a part of a chain that was read; returns the sums that its bytes must have.
-
-        Raises CorruptionError where this is not what the manifest refers to.
-        """
+        """Check the trailer of a part of a chain that was read, or raise CorruptionError; returns its bytes' sums."""
         what = f"the {'base' if written.content == self.slots[slot].layout.base else 'log'} of slot {slot}"
         return open_sealed(
             memory, written.content, written.sealed_as, written.root, path=self.path_of(written), what=what
@@ -329,10 +320,7 @@ class ExtentRing:
         self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
 
     def _refill(self, known: Mapping[Stripes, Extent], older: Sequence[set[Stripes]]) -> None:
-        """Begin with another pool: what is there and no slot has waits there, as far as slots can use it.
-
-        `known` is all that is there, and `older` what older manifests refer to, the newest first.
-        """
+        """Begin with another pool: what is there and no slot has waits there, as far as slots can use it."""
         self._claimed, self._pool = {}, ExtentPool(self._space)
         sizes = {extent.stripes: size for size, extent in self._in_chains()}
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
@@ -357,10 +345,7 @@ class ExtentRing:
         self._pool.want(wanted)
 
     def pin(self, name: str, tables: Mapping[str, np.ndarray]) -> None:
-        """Keep what a committed manifest refers to until `unpin`, and reserve what later writes need in its place.
-
-        Raises OutOfSpaceError where there is no room for that; nothing is kept then.
-        """
+        """Keep what a committed manifest refers to until `unpin`, and reserve what later writes need, or raise."""
         known, stripes_of = self._known(), []
         for _, stripes, identity in self._rows.writes_of(tables):
             stripes_of.append(stripes)

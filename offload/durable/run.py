@@ -141,10 +141,7 @@ class DurableRun:
         self._identity = digest
 
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
-        """Return what `identity` has otherwise than what was committed, one line each; empty where it fits.
-
-        Raises ResumeError if nobody knows any more what it was committed as.
-        """
+        """Return what `identity` has otherwise than what was committed, one line each; empty where it fits."""
         if manifest.identity == identities.digest(identity):
             return []
         return identities.differences(read_identity(self.folder, manifest.identity), identity)
@@ -194,10 +191,7 @@ class DurableRun:
         self.found = []
 
     def write_over_found(self, layouts: Sequence[SlotLayout]) -> None:
-        """Have other state take the place of what was found, which is left as it is until the next commit.
-
-        Raises ResumeError if it is not of such slots.
-        """
+        """Have other state take the place of what was found, which is left as it is until the next commit."""
         self.extents.adopt(self.found[0].tables, layouts, where=str(self.folder))
         self.found = []
 
@@ -301,10 +295,7 @@ class DurableRun:
                 self.delete_prepared(name)
 
     def pin_newest(self) -> Manifest:
-        """Pin the newest committed step for as long as this process has it: one at a time, and nothing is written.
-
-        Raises OutOfSpaceError where there is no room for what later steps write in its place; nothing has changed then.
-        """
+        """Pin the newest committed step, one at a time; nothing is written. On OutOfSpaceError nothing has changed."""
         newest = self.committed[0]
         self.extents.pin(_PINNED, newest.tables)
         return newest

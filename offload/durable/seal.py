@@ -105,11 +105,7 @@ def seal(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, sums: Sums) 
 
 
 def open_sealed(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, root: int, *, path: str, what: str) -> Sums:
-    """Check the trailer of an extent that was read, and return the sums that state and tail must have.
-
-    `root` is what the manifest has of it. Raises CorruptionError, which names `path` and `what`, where this is not what
-    the manifest refers to.
-    """
+    """Check the trailer of an extent that was read, or raise CorruptionError; returns the sums of state and tail."""
     trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
     if (actual := _root(trailer)) != root:
         raise CorruptionError(path, f"{what}, its trailer", root & _UINT64, actual & _UINT64)

@@ -28,10 +28,7 @@ class PageLocks:
         self._is_said = False
 
     def lock(self, memory: Lockable, device: torch.device, remedy: str) -> None:
-        """Page-lock memory for a device, all or none of it; `remedy` says how to need less of it.
-
-        Raises RuntimeError where the driver refuses what the section asks for.
-        """
+        """Page-lock all of some memory for a device; RuntimeError, with `remedy`, where the section insists on it."""
         if self._asked is False:
             return
         try:

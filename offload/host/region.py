@@ -32,7 +32,7 @@ MAX_REGISTERED_BYTES = 1 << 30
 
 
 class HostRegion:
-    """Private anonymous pages, zero until first written and resident from then on. MemoryError: there are none.
+    """Private anonymous pages, zero until first written and resident from then on. The system may refuse: MemoryError.
 
     Forked children do not inherit it (MADV_DONTFORK): direct I/O into memory that a fork made copy-on-write would land
     in the wrong process (open(2), O_DIRECT), and DataLoaders fork.

@@ -60,8 +60,8 @@ class Departures:
     def take(self, block: Block | HostBlock, place: object, places: Iterable[object]) -> torch.Tensor:
         """Return a copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
 
-        It is another copy when the same `place` asks again. After the last of `places` nothing here keeps the device's
-        memory.
+        It is another copy when the same `place` asks again. After the last of `places` the device's memory is not kept
+        here.
         """
         self._end_finished()
         departure = self._giving.get(block)

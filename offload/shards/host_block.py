@@ -30,11 +30,7 @@ class HostBlock:
 def host_blocks(
     blocks: Sequence[tuple[str, int]], device: torch.device | None, locks: PageLocks, key: str
 ) -> list[HostBlock]:
-    """Make blocks of these names and bytes, full of zeros; they are page-locked for a device.
-
-    `key` names their section. Raises MemoryError or RuntimeError if memory cannot be had, or not be pinned; nothing is
-    kept then.
-    """
+    """Make blocks by name and bytes, full of zeros, page-locked for a device. On an error nothing is kept."""
     made, remedy = [], f'write "nvme" for {key}.device, or lower host_budget'
     for name, size_bytes in blocks:
         region = HostRegion(size_bytes)

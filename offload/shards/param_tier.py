@@ -92,12 +92,7 @@ class ParamTier:
     ) -> list[list[TieredShard]]:
         """Make blocks for named groups of parameters, all of their space promised; returns each parameter's place.
 
-        `put` the values there before anything else. `device` computes with them.
-
-        Raises:
-            ConfigError: a block is larger than a staging buffer may be.
-            OutOfSpaceError, MemoryError, RuntimeError: there is no space, or memory cannot be pinned. Nothing was
-                reserved then.
+        `put` the values there before anything else. `device` computes with them. On an error nothing was reserved.
         """
         if not in_memory:
             check_block_sizes(groups, self._config.buffer_size, BUFFER_SIZE_KEY)

@@ -54,10 +54,7 @@ class _View(NamedTuple):
 
 
 class _Source:
-    """A source gives the value of a tensor: joined parts, and the views that lead from there to the tensor.
-
-    `owner` is the id of the tensor whose attribute this is.
-    """
+    """A source gives the value of a tensor: joined parts, and the views that lead from there to the tensor."""
 
     def __init__(self, parts: Parts, views: tuple[_View, ...], owner: int) -> None:
         self.parts = parts

@@ -84,7 +84,6 @@ class BlockCache:
 
     Args:
         tier: where the extents are; closed with the cache.
-        kind: what the bytes are counted as, for example "parameters".
         most_buffers: staging buffers, each as large as the largest block; at least 2. No more than blocks are made.
         read_ahead: off, every read is waited for (to measure what reading ahead saves).
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
@@ -139,10 +138,7 @@ class BlockCache:
         return self._pool.buffer_bytes
 
     def add(self, blocks: Sequence[tuple[str, int]]) -> list[Block]:
-        """Add blocks, by name and bytes, with all of their space promised.
-
-        Raises OutOfSpaceError, and SwapIOError where a write that ran behind failed; nothing was added then.
-        """
+        """Add blocks, by name and bytes, with all of their space promised. On an error nothing was added."""
         self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
         extents = self.tier.reserve([size_bytes for _, size_bytes in blocks])
         first = len(self.blocks)
@@ -179,20 +175,13 @@ class BlockCache:
     ) -> StagingBuffer:
         """Keep a block in a staging buffer, with its bytes in it, until `release`.
 
-        Args:
-            block: which.
-            by: whom it is kept for. Holding it once more for the same is no other hold.
-            change: the bytes will be changed; waits for a write of them that is under way. From here on they count,
-                whatever happens to the caller.
-            load: False where all of it is about to be overwritten; then nothing is read. A block that nothing was put
-                into yet is full of zeros.
-            in_order: this use is part of the order that repeats itself; what follows it is read ahead.
-            is_new: False for the continuation of a use, which is not counted as another.
+        Holding it once more `by` the same is no other hold. With `change` a write that is under way is waited for, and
+        from here on the bytes count, whatever happens to the caller. Without `load` all of it is about to be
+        overwritten, and nothing is read; a block that nothing was put into yet is full of zeros. A use that is
+        `in_order` is part of the order that repeats itself: what follows it is read ahead. One that is not `is_new`
+        continues another and is not counted.
 
-        Raises:
-            SwapIOError: the read failed, or no buffer is free because writes behind failed. Nothing is lost: what could
-                not be written is still in memory and is written again by the next call.
-            CorruptionError: what was read is not what was written (with checksums on).
+        A SwapIOError loses nothing: what could not be written is still in memory and is written again by the next call.
         """
         self._settle_finished()
         self._write_deferred(block)
@@ -230,10 +219,7 @@ class BlockCache:
             block.become(Residency.DIRTY)
 
     def release(self, block: Block, *, by: object = None, changed: bool = False, in_order: bool = True) -> None:
-        """Let a held block go; a change is written behind, after the last of its uses in a row.
-
-        Raises SwapIOError if the write cannot be started; the bytes stay in memory and are written by the next call.
-        """
+        """Let a held block go; a change is written behind, after the last of its uses in a row, or by the next call."""
         block.holders.discard(by)
         if changed and block.residency is Residency.DIRTY:
             block.defer(not in_order or self.order.is_next_in_step(block.index))

@@ -1,8 +1,7 @@
 """One unit on a tier that visits staging buffers, and the machine that moves it. Policy is left to who uses it.
 
-What may come between two instructions -------------------------------------- Ctrl-C, a signal handler that raises and a
-MemoryError strike between any two steps of this code, and nobody can catch all of them everywhere. So nothing here has
-to be undone. Five rules make every state in between a known one:
+Ctrl-C, a signal handler that raises and a MemoryError strike between any two steps of this code, and nobody can catch
+all of them everywhere. So nothing here has to be undone. Five rules make every state in between a known one:
 
 1. CPython runs handlers after a call, at the entry of a function and at a jump back, and nowhere else. Fields that must
    agree are set by assignments with no call between them: `Slot.become` sets residency and transfer so, and
@@ -163,13 +162,8 @@ class Sealer(Protocol[S_in]):
 class Staging(Generic[S]):
     """The machine: staging buffers of one kind, leased to slots, and the transfers between them and a tier.
 
-    For one thread at a time. The tier is None where no slot has an extent.
-
-    Args:
-        kind: what the bytes are counted as, for example "optimizer state".
-        tier: where the extents are.
-        pool: staging buffers, each large enough for any slot.
-        checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
+    For one thread at a time. The tier is None where no slot has an extent. A buffer is large enough for any slot.
+    `checksum` takes 1D int32 and gives int64: what is read must have those of what was written. None: no checks.
     """
 
     def __init__(
@@ -283,11 +277,7 @@ class Staging(Generic[S]):
         self._bell.ring()
 
     def settle(self, slot: S) -> None:
-        """Take note of a transfer that is done. What was read and is not right is given up, what was not written stays.
-
-        Raises SwapIOError if it failed, and CorruptionError if what was read is not what was written (with checksums
-        on).
-        """
+        """Take note of a transfer that is done, or raise: what was read wrong is given up, what did not go stays."""
         assert slot.transfer is not None
         reading = slot.residency is Residency.READING
         try:

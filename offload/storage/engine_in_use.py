@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 class EngineInUse:
     """An engine, and those that broke before it. Thread-safe.
 
-    Args:
-        name: of the engine, or ``auto``.
-        options: what each engine is opened with.
-        path: named by the SwapIOError where the system refuses descriptors, memory or threads.
-        fds: the files, to be registered with each engine.
+    The SwapIOError where the system refuses descriptors, memory or threads names `path`.
     """
 
     def __init__(self, name: str, options: EngineOptions, path: Path, fds: Sequence[int]) -> None:

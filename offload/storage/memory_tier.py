@@ -30,10 +30,7 @@ class _Region(Memory, Protocol):
 
 
 class MemoryTier(ABC):
-    """A `Tier` whose extents are memory: `read` and `write` copy, and are done at once.
-
-    Whoever works on an extent where it is asks for its `memory`.
-    """
+    """A `Tier` whose extents are memory, to be worked on in place; `read` and `write` copy, and are done at once."""
 
     name: str
     alignment = mmap.PAGESIZE

@@ -74,11 +74,7 @@ class _Submission:
 class NvmeTier:
     """Reads and writes extents from and to staging buffers. Thread-safe.
 
-    Args:
-        config: the sections `aio` and `zero_optimization.offload_optimizer.nvme_path` are used.
-        paths: other folders than that.
-        space: instead of swap space of its own; it belongs to the tier from here on.
-        faults: failures to inject, for tests.
+    `paths` and `space` take the place of `nvme_path`; a space belongs to the tier from here on.
     """
 
     def __init__(

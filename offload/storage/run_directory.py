@@ -96,8 +96,6 @@ class RunDirectory:
     The lock is flock(2), which the kernel drops when the process dies however it dies. A directory gets its name when
     it is locked, so one between its creation and its lock is never taken for a dead one, and nobody waits for anybody.
     What the working folder is later makes no difference.
-
-    Raises SwapIOError where `path` is missing, not a directory, read-only or not ours.
     """
 
     def __init__(self, path: Path) -> None:

@@ -25,20 +25,14 @@ _OWN_FILE, _OWN_FOLDER = 0o600, 0o700
 
 @contextmanager
 def folder_open(folder: Path) -> Iterator[int]:
-    """Open a run's folder, to work in by its descriptor: whoever exchanges the name meanwhile changes nothing.
-
-    Raises ForeignFolderError where it is no folder of this user alone.
-    """
+    """Open a run's folder, or raise ForeignFolderError; work goes by its descriptor, whoever exchanges the name."""
     with _opened(folder) as place:
         _check_own(folder, os.fstat(place))
         yield place
 
 
 def make_run_folder(folder: Path) -> None:
-    """Make a run's folder with mode 0700, or find it there; its name lasts.
-
-    Raises ForeignFolderError where somebody else made it, or may write in it.
-    """
+    """Make a run's folder with mode 0700, or find it there; its name lasts. ForeignFolderError: it is not ours."""
     try:
         folder.mkdir(_OWN_FOLDER)
         if stat.S_IMODE(folder.lstat().st_mode) != _OWN_FOLDER:  # the umask takes from its owner, too

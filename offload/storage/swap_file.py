@@ -38,8 +38,6 @@ class SwapFile:
         direct: as ``aio.direct`` in the configuration.
         keep: it may exist, and what is in it stays. All of it is free: `claim` what somebody refers to.
         read_only: it exists, what is in it stays, and nothing can be written; also on a file system that is read-only.
-
-    Raises SwapIOError where the file cannot be made, or direct I/O is required and not to be had.
     """
 
     def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False, read_only: bool = False) -> None:
@@ -77,11 +75,7 @@ class SwapFile:
         self.ranges.claim(stripe.offset, stripe.size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
-        """Make the file at least `size_bytes` long, its space promised by the file system, or change nothing.
-
-        Raises OutOfSpaceError, which names the bytes needed and free, and SwapIOError for anything else that
-        posix_fallocate answers, or where the file is damaged (see `check_whole`).
-        """
+        """Make the file at least so long, its space promised by the file system, or raise and change nothing."""
         missing = size_bytes - self._promised
         if missing <= 0:
             return

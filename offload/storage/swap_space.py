@@ -41,18 +41,12 @@ class SwapDirectory(Protocol):
 
 
 class SwapSpace:
-    """Preallocated files on one or several paths.
+    """Preallocated files on one or several paths, which exist.
 
     An extent is split over the paths by weight, in multiples of the alignment, so that several drives work on one
     transfer without RAID. All files are in run directories of their own and disappear with ``close()``; what a killed
-    process leaves is removed by the next run on the same path. In other directories files may stay, and be opened
-    again: then all of their space is free at first, but for what is claimed.
-
-    Args:
-        paths: existing directories.
-        weights: one positive number per path, for example measured bandwidths; None for equal shares.
-        direct: what to do where a file system has no direct I/O.
-        directory: makes the directory of a path.
+    process leaves is removed by the next run on the same path. In directories that `directory` makes files may stay,
+    and be opened again: then all of their space is free at first, but for what is claimed.
     """
 
     def __init__(
@@ -119,10 +113,7 @@ class SwapSpace:
         return self.allocate_all([size_bytes])[0]
 
     def allocate_all(self, sizes: Sequence[Size]) -> list[Extent]:
-        """Allocate one extent per size. Holes are used first; the space of what is left is promised in one piece.
-
-        Raises OutOfSpaceError, which names the path that is full and all the bytes needed there; nothing is kept.
-        """
+        """Allocate one extent per size, holes first and the rest in one piece; on OutOfSpaceError nothing is kept."""
         with self._lock:
             self._free_lost()
             try:
@@ -146,8 +137,7 @@ class SwapSpace:
     def claim(self, stripes: Sequence[Stripe]) -> Extent:
         """Take the extent that an earlier process had in these stripes, free again when nobody has it any more.
 
-        `promise` what was claimed before it is used. Raises ValueError where somebody has part of them; nothing is
-        kept.
+        `promise` what was claimed before it is used. On ValueError, where somebody has part of them, nothing is kept.
         """
         with self._lock:
             self._free_lost()

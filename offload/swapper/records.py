@@ -43,8 +43,7 @@ class TensorResidency(enum.Enum):
 class Task(ABC):
     """One call: it waits for its turn, and then a worker moves its pieces.
 
-    `tensor` is the source or the target, detached. On a device, the work that is queued on it now comes first. `result`
-    is what the transfer gives at the end.
+    `tensor` is source or target, detached. On a device, the work that is queued on it now comes first.
     """
 
     op: ClassVar[Op]
@@ -295,10 +294,7 @@ class TensorRecord:
         return self.tasks[0]
 
     def end_first(self) -> tuple[Sequence[Piece], list[Task]]:
-        """Let the first task go, which is over, and those that were promised what it did not bring.
-
-        Returns pieces that nobody needs any more, and all tasks that ended.
-        """
+        """End the first task, and those that were promised what it lacks; returns unneeded pieces and ended tasks."""
         self._under_way = False
         ended = [self.tasks.popleft()]
         pieces = ended[0].note_end()

@@ -18,10 +18,7 @@ T = TypeVar("T")
 
 
 class TensorTransfer(Transfer[T]):
-    """A transfer whose result and failure are known at its end, and whose failure may be more than an errno.
-
-    `op` is the direction as memory sees it.
-    """
+    """A transfer whose result and failure are known at its end, and whose failure may be more than an errno."""
 
     def __init__(self, op: Op, size_bytes: int) -> None:
         self._error: Exception | None = None

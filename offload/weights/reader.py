@@ -90,11 +90,7 @@ class SafetensorsReader:
         """In the order of the files."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype.
-
-        Raises KeyError where there is no such tensor, and WeightsError where the file cannot be read, or has become
-        shorter.
-        """
+        """Read elements `start` to `stop` of a tensor in row-major order: 1D, in the stored dtype."""
         stored = self.tensors[name]
         stop = stored.numel if stop is None else stop
         assert 0 <= start <= stop <= stored.numel
