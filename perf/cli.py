@@ -1,7 +1,5 @@
 """The `offload` command: which commands there are. Each is loaded when it is called, so that the help comes at once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple

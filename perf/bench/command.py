@@ -1,7 +1,5 @@
 """`offload bench`: how fast bytes move here, at which cost, and beside fio."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args

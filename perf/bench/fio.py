@@ -1,7 +1,5 @@
 """fio beside us: the same file system, block size, depth and bytes, in the same minute."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A report shows in words and tables what `offload bench` measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any

@@ -1,7 +1,5 @@
 """One call of `offload bench`: what it measures, checked, and the measuring itself."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from functools import partial

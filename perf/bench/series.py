@@ -4,8 +4,6 @@ A drive is fast as long as its cache holds what is written, and while it is cool
 training of hours gets what comes after.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Options and fixtures of the benchmark suite (``bench_*.py``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`offload doctor`: whether NVMe offload works here, and how well it can."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Whether a block device suits: its kind, its queue, its health, and which processors are near it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which engine would do the I/O, and what the kernel allows it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

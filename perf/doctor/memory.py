@@ -1,7 +1,5 @@
 """Host memory and the rules it is given out by, versions of what this package stands on, and the GPU."""
 
-from __future__ import annotations
-
 import platform
 import resource
 from collections.abc import Iterator

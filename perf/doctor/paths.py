@@ -1,7 +1,5 @@
 """A folder for swap files: can it be used, does it keep its promises, how much room is there, who else is there."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """`python -m nvme_offload.perf.experiments`: which experiments there are. Each is loaded when it is called."""
 
-from __future__ import annotations
-
 import typer
 
 from nvme_offload.perf.cli import Command, group_of

@@ -1,7 +1,5 @@
 """This project beside others: each trains the same model with the same data by turns with ours."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

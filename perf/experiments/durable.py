@@ -1,7 +1,5 @@
 """Durable steps and checkpoints in the background are measured beside steps that end with their process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

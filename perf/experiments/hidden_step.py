@@ -1,7 +1,5 @@
 """Iterations with each schedule are measured beside the ideal and the bound of `offload plan`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

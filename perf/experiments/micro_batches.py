@@ -1,7 +1,5 @@
 """The bytes and the memory of a step are measured, in each order of its micro-batches, with everything on NVMe."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator

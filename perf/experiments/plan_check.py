@@ -6,8 +6,6 @@ a process of its own, because memory that an earlier one had freed would hide wh
 memory, from before birth and sharding, beside the plan's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path

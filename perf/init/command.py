@@ -1,7 +1,5 @@
 """`offload init`: write the section that suits a model and this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

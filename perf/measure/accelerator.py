@@ -1,7 +1,5 @@
 """The GPU that training would use here: what it is, and how fast bytes go to it and come back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ A process of its own makes the peak of its resident memory honest, and lets what
 values, back come pairs of a kind and a value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

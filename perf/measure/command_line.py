@@ -1,7 +1,5 @@
 """The commands that measure share knobs named as in fio, options, and failures in words."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The block device behind a path: what it is, where it is, how warm it is, and what it says of its own health."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The runner of every experiment: outcomes one after the other, each said and saved as soon as it is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

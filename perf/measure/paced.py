@@ -1,7 +1,5 @@
 """An engine that is a model of a drive: one server of an exact rate, with the bytes in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import heapq
 import math

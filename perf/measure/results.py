@@ -1,7 +1,5 @@
 """Results as files: a page for people, and a document for programs beside it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Configuration sections of what is measured and verified."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

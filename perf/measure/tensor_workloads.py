@@ -1,7 +1,5 @@
 """The workload above the engine: ``OffloadAdamW.step()``."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """Models that are measured: layers that compute, layers that sleep, and how long iterations of them take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Every target first writes its whole region (extents that were never written read
 verifies what it reads back. A pass then moves a known number of bytes and gives one `Sample`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

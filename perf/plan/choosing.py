@@ -1,7 +1,5 @@
 """The section that suits a model and a machine: `offload init` writes it, `offload plan` plans it if none is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

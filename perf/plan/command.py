@@ -1,7 +1,5 @@
 """`offload plan`: will it fit, what will it move, how long will a step take."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import nan

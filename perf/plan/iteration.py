@@ -1,7 +1,5 @@
 """An iteration has pieces, which take seconds, and takes so long in all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf

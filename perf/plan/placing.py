@@ -1,7 +1,5 @@
 """A job is placed as the optimizer itself would: where one rank's state goes, and what else is in memory."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass

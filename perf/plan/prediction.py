@@ -4,8 +4,6 @@ The optimizer's own planner decides what of its state lives where (`perf.plan.pl
 again (`perf.plan.traffic`), so a plan says what a run will do, not what it might.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

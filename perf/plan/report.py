@@ -1,7 +1,5 @@
 """A prediction in words and tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -8,8 +8,6 @@ alone: what is read, written, given up and updated next is said by the functions
 Nothing else costs time here, so a run cannot be much quicker: a bound to measure schedules against, and a prediction.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The page of a benchmark, from its document."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

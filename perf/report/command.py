@@ -1,7 +1,5 @@
 """`offload report`: a page of HTML about a run or a benchmark."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

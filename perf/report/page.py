@@ -1,7 +1,5 @@
 """A page of HTML that stands alone, with pictures as SVG: no script, no font and no picture from elsewhere."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`offload runs`: which durable runs there are, and an end to those that nobody needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """`offload verify`: whether training here has the bits and the speed that it should."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """More layers must take no more of the device, nor of the host: memory that is reserved there, and waits for it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

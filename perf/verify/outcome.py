@@ -1,7 +1,5 @@
 """A check is made at a site, comes to an outcome, and compares bits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

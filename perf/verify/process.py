@@ -1,7 +1,5 @@
 """Much goes on around a training: default devices, forks, compilers, late copies, gradients freed early, ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack

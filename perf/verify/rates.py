@@ -1,7 +1,5 @@
 """These rates are measured here: copies to the device and back, the drive, and what of a step an iteration shows."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All checks of `offload verify`, one after the other, in a process that is replaced when one broke it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

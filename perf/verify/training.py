@@ -1,7 +1,5 @@
 """Models in an engine. One has gradients that are exact on every device, so that whole runs can be compared by bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

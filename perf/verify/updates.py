@@ -1,7 +1,5 @@
 """An optimizer makes the same bits of given gradients on every device and every tier."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

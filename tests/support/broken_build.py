@@ -1,7 +1,5 @@
 """The process in which `offload verify` makes its checks, with a build whose drive gives back another byte."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The one door to a section of an engine, to values for its model, and to its training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A durable run of a few small slots, whose bytes are known for every commit, and the whole life of one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

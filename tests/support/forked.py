@@ -1,7 +1,5 @@
 """Children that need not import anything: forked from a process that has imported what takes seconds to import."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 Nothing outside the child is changed, and its mounts disappear with it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

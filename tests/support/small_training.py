@@ -1,7 +1,5 @@
 """A few steps of OffloadAdamW with its state on NVMe, and a digest of every bit that came out."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

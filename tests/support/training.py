@@ -1,7 +1,5 @@
 """Small trainings to compare: configuration sections, gradients from a seed, a reference twin, bitwise equality."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The demo: it trains a small GPT twice, state on NVMe and in memory, by turns, and compares every bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Generator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """One run of the demo, in a process of its own: the same for both places where optimizer state can live."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterable, Iterator

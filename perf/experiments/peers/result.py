@@ -1,7 +1,5 @@
 """A comparison with others is read from its file, and shown as a table, in words, and as a picture."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The child process of one contender: how it trains; bf16 compute over fp32 masters, AdamW, clipping at 1.0."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

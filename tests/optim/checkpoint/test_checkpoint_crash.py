@@ -1,7 +1,5 @@
 """Saves, loads and births that end early, anywhere: killed, no power, a full disk, an error. What was there stays."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Autocast on the stand-in: the operators that models of the tests have are cast as they are on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

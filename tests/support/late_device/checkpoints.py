@@ -1,7 +1,5 @@
 """Checkpoints of runs on the CPU and on the stand-in, in a process of its own: see `engine.py` beside it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Collectives of the stand-in: those of gloo on its bytes, for groups that know no other device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

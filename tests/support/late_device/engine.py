@@ -3,8 +3,6 @@
 How many devices may run backward is fixed by the first backward of a process, so the stand-in has to be there by then.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

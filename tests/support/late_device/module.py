@@ -1,7 +1,5 @@
 """What torch sees of the stand-in: the device type ``late`` and the module ``torch.late``."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Mistakes with a device, each of which the stand-in must find: a missing wait, a buffer given away too early."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The process in which `offload verify` makes its checks, with the stand-in as the GPU, and perhaps a mistake."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

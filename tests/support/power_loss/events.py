@@ -1,7 +1,5 @@
 """What happened to the files below a folder, call by call: plain data, so that several processes can be merged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """An engine whose writes are noted: begun when they are handed in, there for sure when somebody saw them done."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A seed that fails is printed with its case, shrunk, and with the line that replays what is left of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

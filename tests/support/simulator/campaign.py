@@ -1,7 +1,5 @@
 """Many seeds in several processes; a seed that fails is told with its case, and shrunk."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

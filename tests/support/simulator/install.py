@@ -1,7 +1,5 @@
 """Puts a world in the place of threads, clock and engines of the package; for a process that does nothing else."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import logging

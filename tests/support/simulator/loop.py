@@ -1,7 +1,5 @@
 """An event loop that waits in a world."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Mistakes to make in the package, each by exchanging one function or two: what the simulator has to find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`threading`, `time` and `SimpleQueue` of a world: the same names, stepped by the seed."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """One case from its beginning to its end, and what must be gone then."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """The world of a case: one thread runs at a time, and a seed says which; time passes when all of them wait."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

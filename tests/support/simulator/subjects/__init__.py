@@ -1,7 +1,5 @@
 """What a case drives: each subject makes calls beside a model in memory that is always right."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

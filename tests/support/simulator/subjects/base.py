@@ -1,7 +1,5 @@
 """What all subjects share."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

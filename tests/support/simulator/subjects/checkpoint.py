@@ -1,7 +1,5 @@
 """An engine that saves, loads, exports and is born, on a file system that a kill or a power loss may cut off."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random

@@ -1,7 +1,5 @@
 """`OffloadAdamW` over subgroups on a tier, beside a training in memory: a state is a position in that training."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random

@@ -1,7 +1,5 @@
 """A `TensorSwapper` beside a dict: calls for one name pile up without waiting, those for several run side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Extents of an `NvmeTier`, and the engine below it, at whose interface operations are under way side by side."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 
