@@ -20,11 +20,7 @@ class FioError(RuntimeError):
 
 
 def find_fio() -> str:
-    """The path of fio.
-
-    Raises:
-        FioError: it is not installed.
-    """
+    """The path of fio."""
     path = shutil.which("fio")
     if path is None:
         raise FioError("fio is not installed (Debian: apt-get install fio; Fedora: dnf install fio)")
@@ -54,11 +50,7 @@ class Fio(AbstractContextManager["Fio"]):
         self._directory.remove()
 
     def run(self, rw: Rw, size_bytes: int) -> float:
-        """Move `size_bytes` and give the bytes per second, by fio's own clock: its start-up does not count.
-
-        Raises:
-            FioError: it failed.
-        """
+        """Move `size_bytes` and give the bytes per second, by fio's own clock: its start-up does not count."""
         command, variables = self.command(rw, size_bytes), {**os.environ, **_HUGE_PAGES}
         done = subprocess.run(command, capture_output=True, text=True, env=variables)
         if done.returncode:

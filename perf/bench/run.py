@@ -48,12 +48,7 @@ class Plan:
 
 
 def check(plan: Plan) -> None:
-    """Find everything that cannot work before anything starts.
-
-    Raises:
-        KnobError: names the knob and what to write instead.
-        FioError: fio is asked for and missing.
-    """
+    """Find everything that cannot work before anything starts."""
     settings = plan.settings
     check_settings(settings)
     if not 0 <= plan.quads <= MAX_QUADS:

@@ -66,9 +66,6 @@ def measure_series(
     """Load a prepared target without a pause for `duration` seconds; give points by time, and all passes.
 
     A pass has `least_bytes` or more; `warmth` is asked once for each point.
-
-    Returns:
-        Points by time, and all passes.
     """
     every = max(SECONDS, duration / MOST_POINTS)
     points: list[Point] = []

@@ -39,15 +39,7 @@ Context = Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")]
 
 
 class Iterations:
-    """Iterations of one model in one way, without an optimizer. A context manager.
-
-    Args:
-        way: what is kept, and where.
-        layers: of the model.
-        width: of the model.
-        context: tokens of its one sequence.
-        path: a folder on the drive.
-    """
+    """Iterations of one model in one way, over one sequence of `context` tokens, without an optimizer."""
 
     def __init__(self, way: Way, layers: int, width: int, context: int, path: Path) -> None:
         torch.manual_seed(0)

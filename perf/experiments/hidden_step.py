@@ -118,15 +118,10 @@ def _written(overlap_step: OverlapStep) -> int:
 
 
 def row_of(overlap_step: OverlapStep, ratio: float, nvme: float, compute: float, bound: float, taken: Taken) -> Row:
-    """Show iterations of one schedule at one ratio. Seconds are medians.
+    """Show iterations of one schedule at one ratio, as asked for, of seconds of the drive to those of computing.
 
-    Args:
-        overlap_step: the schedule.
-        ratio: seconds of the drive over those of computing, as asked for.
-        nvme: seconds in which the drive moves every subgroup there and back: what ``off`` moves.
-        compute: seconds of an iteration over a drive that takes no time.
-        bound: seconds of an iteration by the model of `offload plan`.
-        taken: the iterations.
+    Seconds: `nvme` of what ``off`` moves, `compute` of an iteration over a drive that takes no time, `bound` by the
+    model of `offload plan`.
     """
     seconds, ideal = median(one.seconds for one in taken), max(compute, nvme)
     figures = {"ratio": ratio, "nvme": nvme, "compute": compute, "seconds": seconds, "of_ideal": seconds / ideal}

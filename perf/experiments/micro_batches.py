@@ -52,15 +52,9 @@ def micro_batches(
 
 
 def measured(name: str, config: OffloadConfig, layers: int, width: int, batches: torch.Tensor, steps: int) -> Row:
-    """Train a new model and count bytes per parameter and step, after the first steps.
+    """Train a new model with micro-batches [count, tokens, width]; count bytes per parameter and step.
 
-    Args:
-        name: of the case.
-        config: the whole section.
-        layers: of the model.
-        width: of the model.
-        batches: the micro-batches of every step [count, tokens, width].
-        steps: that are counted.
+    The first steps do not count.
     """
     with initialize(layered_model(layers, width), config) as engine:
         optimizer, taken = engine.optimizer, list[float]()

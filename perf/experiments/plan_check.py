@@ -163,11 +163,7 @@ def growth_row(case: Configuration, predicted: int, measured: int) -> Row:
 
 
 def memory_of(path: Path, case: Configuration) -> Row:
-    """Run a case in a process of its own, and predict it.
-
-    Raises:
-        ChildFailedError: the run failed; with its own words.
-    """
+    """Run a case in a process of its own, and predict it."""
     with TemporaryDirectory() as folder, Child(grow, Path(folder) / "log") as child:
         child.tell((case, path))
         measured: int = child.finish("growth")

@@ -36,15 +36,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 def copy_rates(device: torch.device, size_bytes: int = COPY_BYTES) -> dict[str, float]:
     """Bytes per second between host memory and a device: page-locked as staging buffers are, on streams as in a step.
 
-    Args:
-        device: which.
-        size_bytes: of each copy.
-
-    Returns:
-        ``to_device`` and ``to_host`` of one direction alone, ``both`` of the two at once, both counted.
-
-    Raises:
-        RuntimeError: the memory cannot be page-locked.
+    ``to_device`` and ``to_host`` are of one direction alone, ``both`` is of the two at once, both counted.
     """
     regions = [HostRegion(size_bytes) for _ in range(2)]
     try:

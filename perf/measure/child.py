@@ -36,13 +36,8 @@ class Child:
     """A process that is started, told things, and ends by itself, or with the block at the latest.
 
     It has a process group of its own, so Ctrl-C on the terminal reaches this process alone, which then asks the
-    child to leave in order.
-
-    Args:
-        work: what it does; a function of a module, or a partial of one.
-        log: file for what it writes to standard output and standard error.
-        python: the interpreter; this one by default.
-        environment: variables that it has besides those of this process.
+    child to leave in order. `work` is a function of a module, or a partial of one; `log` takes what it writes to
+    standard output and standard error; `environment` is what it has besides that of this process.
     """
 
     def __init__(
@@ -93,9 +88,6 @@ class Child:
         """Return the content of the next message of this kind; those before it go to `on_other`, with their kind.
 
         After `within` seconds the child, with all that it started, is killed; None: it may take any time.
-
-        Raises:
-            ChildFailedError: the child failed, ended without it, or took too long.
         """
         deadline = None if within is None else time.monotonic() + within
         while True:

@@ -73,11 +73,7 @@ class KnobError(ValueError):
 
 
 def check_settings(settings: Settings) -> None:
-    """Find what no target could work with.
-
-    Raises:
-        KnobError: names the knob and what to write instead.
-    """
+    """Find what no target could work with."""
     values = asdict(settings)
     for knob, (low, high) in LIMITS.items():
         if not low <= values[knob] <= high:

@@ -174,11 +174,7 @@ class Health:
 
 
 def health_of(document: Mapping[str, Any]) -> Health:
-    """The health in a JSON document of ``nvme smart-log`` or ``smartctl --all``.
-
-    Raises:
-        HealthError: it is neither, or says why there is none.
-    """
+    """The health in a JSON document of ``nvme smart-log`` or ``smartctl --all``."""
     try:
         if (log := document.get("nvme_smart_health_information_log")) is not None:
             return _of_log(log, _SMARTCTL, 0)
@@ -213,11 +209,7 @@ def _of_log(log: Mapping[str, Any], names: Mapping[str, str], zero: int) -> Heal
 
 
 def read_health(disk: str) -> Health:
-    """Ask ``nvme``, or else ``smartctl``, about a disk as ``nvme0n1``; root may, others mostly may not.
-
-    Raises:
-        HealthError: neither is installed, or what they answered.
-    """
+    """Ask ``nvme``, or else ``smartctl``, about a disk as ``nvme0n1``; root may, others mostly may not."""
     if not disk.startswith("nvme"):
         raise HealthError(f"{disk} is no NVMe drive, or a hypervisor keeps its health to itself")
     said = []

@@ -76,10 +76,7 @@ def run_experiment(
         notes: makes the sentences below the table.
         path: the folder on the drive; None: no drive is measured.
         save_to: the folder for the results.
-        asked: what else the document says, by its name there.
-
-    Raises:
-        typer.Exit: measuring failed; the reason has been said.
+        asked: what else the document says.
     """
     known, files = dict[str, Found](), list[Path]()
     with failures_in_words():

@@ -61,11 +61,7 @@ PRESETS = {
 
 
 def parse_size(text: str) -> ModelSize:
-    """Reads a preset's name, or layers and width as in `8x512`.
-
-    Raises:
-        KnobError: It is neither; the message says what would be.
-    """
+    """Reads a preset's name, or layers and width as in `8x512`."""
     if text in PRESETS:
         return PRESETS[text]
     layers, cross, width = text.lower().partition("x")
@@ -170,11 +166,7 @@ class ByteGPT(nn.Module):
 
 
 def load_corpus(root: Path | None = None) -> bytes:
-    """Read all modules of a library (the interpreter's own) but tests and installed packages, in the same order always.
-
-    Raises:
-        FileNotFoundError: There is too little source there, as in an interpreter that ships only byte code.
-    """
+    """Read all modules of a library (the interpreter's own) but tests and installed packages, always in one order."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = sorted(path.as_posix() for path in files if not SKIPPED_DIRECTORIES & set(path.parts[:-1]))

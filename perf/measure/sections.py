@@ -22,15 +22,10 @@ def section(
     sub_group_size: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Make a section of stage 3 with the optimizer's state on a drive, or all of it in host memory.
+    """Make a section of stage 3 with the optimizer's state on a drive, or without a path all of it in host memory.
 
-    Args:
-        path: folder on the drive; None: nothing is on a drive.
-        state: keys of `offload_optimizer` on a drive.
-        params: staging buffers of parameters that are on the drive, too; 0: they are not.
-        grads: the same of gradients.
-        sub_group_size: parameters of a subgroup; None: the default.
-        more: further keys of the section.
+    `state` is keys of `offload_optimizer` on a drive; `params` and `grads` are staging buffers of what is on the drive,
+    too, or 0.
     """
     drive = {"device": "nvme", "nvme_path": str(path)}
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"} if path is None else {**drive, **state}}

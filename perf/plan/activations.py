@@ -23,13 +23,7 @@ class KeptActivations:
 
     @classmethod
     def of(cls, job: Job, machine: Machine, beside: Sequence[Unit]) -> KeptActivations | None:
-        """Plan them on a rank that computes on its host; None where a forward keeps nothing by the section.
-
-        Args:
-            job: with the section.
-            machine: of the rank.
-            beside: all else that the rank holds.
-        """
+        """Plan them `beside` all else that a rank holds which computes on its host; None where none are moved."""
         section = job.config.activations
         if section.device == "none" or machine.device_memory is not None:  # what is on a device stays there
             return None

@@ -36,17 +36,12 @@ class Chooser:
     What moves least comes first: everything in memory, the state on NVMe, then parameters and gradients too. Of what is
     on NVMe as much stays in memory as there is room for: `host_budget` is what is left beside all that it does not
     cover. More of it is never slower, and less than all of it never faster.
-
-    Args:
-        machine: to train on.
-        paths: folders on its drives.
-        tokens: of one micro-batch on one rank.
-        checkpointing: layers are computed again in backward.
     """
 
     machine: Machine
     paths: Sequence[Path]
     tokens: int
+    """Tokens of one micro-batch on one rank."""
     checkpointing: bool = True
 
     def choose(self, shape: ModelShape) -> ChosenSection:
@@ -92,11 +87,7 @@ class Chooser:
         yield everything, "memory is scarce: everything is on NVMe that can go there"
 
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
-        """Return what training a model with a section is, as `initialize` completes that.
-
-        Raises:
-            ConfigError: the section is wrong, or does not go with so many ranks.
-        """
+        """Return what training a model with a section is, as `initialize` completes that."""
         config = completed_for(OffloadConfig.of(section), self.machine.ranks)
         return Job(shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing)
 

@@ -103,11 +103,7 @@ def plan(
 
 
 def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | None]:
-    """Memory of a GPU and bytes per second to and from it: as given, else those of this machine's; None: the CPU's.
-
-    Raises:
-        MachineError: rates of a GPU that there is not.
-    """
+    """Memory of a GPU and bytes per second to and from it: as given, else those of this machine's; None: the CPU's."""
     here = device_here()
     if memory is None and here is not None:
         memory = facts_of(here)["memory_bytes"]
@@ -123,11 +119,7 @@ def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | N
 def _planned(
     file: Path | None, shape: ModelShape, chooser: Chooser
 ) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
-    """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so.
-
-    Raises:
-        ConfigError: the section is wrong, or a budget of it too small for what must be within it.
-    """
+    """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so."""
     machine = chooser.machine
     if file is None:
         choice = chooser.choose(shape)

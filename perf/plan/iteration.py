@@ -151,11 +151,9 @@ class IterationTime:
 
 
 def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
-    """The work of one rank; None where a rate that it depends on is not known.
+    """The work of one rank, `tiers` being traffic of parameters and gradients; None where a rate is not known.
 
-    Args:
-        placed: its machine's drives are shared by the ranks of a node. On a device an update takes next to no time.
-        tiers: traffic of parameters and of gradients in one step.
+    Drives are shared by the ranks of a node. On a device an update takes next to no time.
     """
     job, machine, state_on = placed.job, placed.machine, placed.state_on
     if machine.flops is None or (machine.drives is None and ("nvme" in state_on or tiers)):

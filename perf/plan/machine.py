@@ -50,11 +50,7 @@ class Drives:
 
     @classmethod
     def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Drives:
-        """Drives as ``offload bench`` measured them, printed with ``--json`` or saved, in all three directions.
-
-        Raises:
-            MachineError: it is not such a file, a direction is missing, or it was not the drives that were measured.
-        """
+        """Drives as ``offload bench`` measured them, printed with ``--json`` or saved, in all three directions."""
         try:
             document = json.loads(file.read_text())
             verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
@@ -170,9 +166,6 @@ def drives_of(text: str, terabytes_written: float | None = None) -> tuple[Drives
     """Drives of a class such as ``gen4-consumer``, or several: ``gen4-consumerx4``; and their capacity in bytes.
 
     `terabytes_written`: their endurance together, where it is known better.
-
-    Raises:
-        MachineError: there is no such class; lists them.
     """
     match = _FORM.fullmatch(text)
     if match is None or (found := CATALOGUE.get(match["name"])) is None:

@@ -100,11 +100,7 @@ class Copies(NamedTuple):
 
 
 class PlacedJob:
-    """A job on a machine: where one rank has its optimizer state, and its blocks that may be on NVMe.
-
-    Raises:
-        ConfigError: a budget of the section is too small for what must be within it.
-    """
+    """A job on a machine: where one rank has its optimizer state, and its blocks that may be on NVMe."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine = job, machine

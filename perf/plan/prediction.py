@@ -101,11 +101,7 @@ class Prediction:
 
 
 def predict(job: Job, machine: Machine) -> Prediction:
-    """Plan a job on a machine.
-
-    Raises:
-        ConfigError: a budget of the section is too small for what must be within it.
-    """
+    """Plan a job on a machine."""
     placed = PlacedJob(job, machine)
     traffic = _traffic(placed)
     kept_activations = KeptActivations.of(job, machine, _units(placed))

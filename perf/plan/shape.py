@@ -60,9 +60,6 @@ class ModelShape:
         """The shape of a transformer of which little is known; a `vocab_size` of 0 leaves the (tied) embedding out.
 
         The hidden size is by default what 12 x hidden_size^2 parameters in a layer ask for.
-
-        Raises:
-            ShapeError: the numbers contradict each other.
         """
         if num_layers < 1:
             raise ShapeError(f"--layers {num_layers}: a model has one layer or more")
@@ -85,9 +82,6 @@ class ModelShape:
         """The shape in a Hugging Face ``config.json``, or in the folder that holds it.
 
         The model is built without data (on the meta device).
-
-        Raises:
-            ShapeError: it cannot be read, `transformers` is not installed, or the model has no repeated layers.
         """
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
@@ -107,22 +101,14 @@ class ModelShape:
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> ModelShape:
-        """The shape of a module, on any device, whose configuration has ``hidden_size`` and ``vocab_size``.
-
-        Raises:
-            ShapeError: the module has no repeated layers.
-        """
+        """The shape of a module, on any device, whose configuration has ``hidden_size`` and ``vocab_size``."""
         shape = cls.of_layers(model, name, config.hidden_size)
         intermediate_size = getattr(config, "intermediate_size", None) or shape.intermediate_size
         return replace(shape, intermediate_size=intermediate_size, vocab_size=config.vocab_size)
 
     @classmethod
     def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> ModelShape:
-        """The shape of a module (on any device) with repeated layers of this width and no vocabulary.
-
-        Raises:
-            ShapeError: the module has no repeated layers.
-        """
+        """The shape of a module (on any device) with repeated layers of this width and no vocabulary."""
         blocks = find_blocks(model)
         if not blocks:
             raise ShapeError(f"{name} has no repeated layers that could be gathered one by one")

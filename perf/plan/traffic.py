@@ -60,13 +60,9 @@ def of_parameters(
 ) -> StepTraffic:
     """Traffic of the parameters: gathered in forward and backward, updated in the step.
 
-    Args:
-        sizes: bytes of each block in the order of the forward.
-        num_buffers: staging buffers.
-        micro_batches: forwards and backwards in a step.
-        visits: the block of each subgroup of the optimizer's state, in the order of the update's first direction.
-        has_root: the first block is that of what is in no layer, gathered first of all, also in backward.
-        twice: backward gathers again what forward freed (ZeRO stage 3).
+    `sizes` are of blocks in the order of the forward, `visits` the block of each subgroup in the order of the update's
+    first direction. `has_root`: the first block is of what is in no layer, gathered first of all, also in backward. `twice`:
+    backward gathers again what forward freed (ZeRO stage 3).
     """
     rehearsal = _Rehearsal("parameters", sizes, num_buffers)
     forward = range(len(sizes))

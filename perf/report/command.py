@@ -56,12 +56,7 @@ def report(
 
 
 def page_of(file: Path) -> str:
-    """The page of a file.
-
-    Raises:
-        ValueError: it is neither the log of a run nor a result of `offload bench`; says so.
-        OSError: it cannot be read.
-    """
+    """The page of a file."""
     with suppress(ValueError):  # several lines: perhaps a log
         document = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(document, dict) and {"config", "environment", "engine", "results"} <= document.keys():

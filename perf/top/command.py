@@ -243,11 +243,7 @@ class RunOnShow:
 
 
 def runs_of(path: Path) -> list[RunOnShow]:
-    """The runs at a path: a log, a run directory, or a folder with run directories in it.
-
-    Raises:
-        NoRunError: there is none, or none of which anything can be read; says what to do.
-    """
+    """The runs at a path: a log, a run directory, or a folder with run directories in it."""
     if path.is_dir():
         own = path / RECORD_NAME
         files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}"))

@@ -128,10 +128,7 @@ def _train(site: Site, *, is_late: bool) -> tuple[torch.Tensor, list[tuple[float
 
 
 def ranks(site: Site) -> Found:
-    """Check several ranks.
-
-    The mean of gradients that are the same on all is exact where their number is a power of two.
-    """
+    """Check several ranks; the mean of gradients that are the same on all is exact for a power of two of them."""
     there = torch.get_device_module(site.device).device_count() if site.has_device else RANKS_ON_CPU
     count = 1 << min(there, MOST_RANKS).bit_length() - 1
     if count < 2:

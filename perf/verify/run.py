@@ -28,10 +28,7 @@ def work(told: Iterator[Any], send: Send) -> None:
 
 
 def outcome_of(check: Check, site: Site) -> Outcome:
-    """Return what a check comes to in this process.
-
-    What it raises besides is for the caller: the process may be broken.
-    """
+    """Return what a check comes to. What it raises besides is for the caller: the process may be broken."""
     began = time.monotonic()
     try:
         found = check.run(site)

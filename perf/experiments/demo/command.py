@@ -136,11 +136,7 @@ def demo(
 
 
 def choose_drive(path: Path | None, out: Path) -> Path:
-    """The directory that will hold the swap directory: the one asked for, or one that is on a drive.
-
-    Raises:
-        KnobError: The directory is missing or lives in memory, or no candidate is on a drive.
-    """
+    """The directory that will hold the swap directory: the one asked for, or one that is on a drive."""
     if path is not None:
         check_folder("path", path)
     candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")] if path is None else [path]

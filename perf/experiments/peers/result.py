@@ -125,9 +125,6 @@ def distance(weights: Path, reference: Path, size: str) -> float:
     """Return the norm of the difference of two trainings, over that of the way that the second has come.
 
     Both are files with the master weights at the end, by name; `size`: layers and width of the model.
-
-    Raises:
-        KeyError: a parameter is missing.
     """
     others, ends = load(weights), load(reference)
     start = {name: param.detach() for name, param in model_of(size).named_parameters()}
