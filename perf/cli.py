@@ -14,8 +14,7 @@ class Command(NamedTuple):
     """A command that is not loaded yet: a function of that name in a module, or an app with commands of its own."""
 
     module: str
-    help: str
-    """The first paragraph of its docstring."""
+    help: str  # the first paragraph of its docstring
     example: str = ""
 
 

@@ -21,11 +21,9 @@ NUM_TRANSFERS = 8_000
 NUM_OF_OTHER_ENGINES = 2_500
 NUM_OF_TENSORS = 2_500
 SAMPLE_EVERY = 100
-RUN_IN = 500
-"""Transfers after which all lazily started threads are there."""
+RUN_IN = 500  # transfers after which all lazily started threads are there
 UNIT = 4 * KiB
-MEMORY_SLACK = 4 * MiB
-"""What the allocator may come to hold between the first and the last thousand transfers."""
+MEMORY_SLACK = 4 * MiB  # what the allocator may come to hold between the first and the last thousand transfers
 
 
 class Samples:

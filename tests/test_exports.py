@@ -19,8 +19,7 @@ from nvme_offload.offload import errors
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "docs").rglob
-SHOWN = [ROOT / "README.md", *sorted(DOCS("*.md")), *sorted(DOCS("*.py"))]
-"""Pages and examples."""
+SHOWN = [ROOT / "README.md", *sorted(DOCS("*.md")), *sorted(DOCS("*.py"))]  # pages and examples
 IMPORT = re.compile(r"^ *from (?P<module>nvme_offload[\w.]*) import (?P<names>\([^)]*\)|[^\n#]*)", re.MULTILINE)
 
 

@@ -27,18 +27,14 @@ from tests.support.engine_tools import available_engines
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import config_for
 
-NUM_CASES = 10_000
-"""Of the long run."""
+NUM_CASES = 10_000  # of the long run
 NUM_CASES_PER_TEST = 250
 NUM_CASES_BY_DEFAULT = 250
-FIRST_SEED_BY_DEFAULT = 1_000_000
-"""Seeds that the long run does not have."""
+FIRST_SEED_BY_DEFAULT = 1_000_000  # seeds that the long run does not have
 UNIT = 4096
-PATIENCE = 30.0
-"""Seconds after which a transfer counts as lost."""
+PATIENCE = 30.0  # seconds after which a transfer counts as lost
 KINDS = ("short", "eintr", "eagain", "eio", "enospc", "delay", "reorder")
-REPEATED = ("short", "eintr", "eagain")
-"""What the engines get over by trying again."""
+REPEATED = ("short", "eintr", "eagain")  # what the engines get over by trying again
 MANY_REPEATS = 0.5
 """Below this share of EINTR and EAGAIN, the 64 attempts of an engine in a row do not all meet one (0.5**64)."""
 
@@ -65,8 +61,7 @@ class Tally:
 
     def __init__(self):
         self.retries, self.errors = Counter(), Counter()
-        self.struck = Counter()
-        """By kind: repeats in the cases where nothing else causes any."""
+        self.struck = Counter()  # by kind: repeats in the cases where nothing else causes any
 
 
 class Case:

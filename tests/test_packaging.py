@@ -19,8 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("aio_native", "offload", "optim", "perf")
-USERS = ("aio_native", "offload", "optim", "perf")
-"""Names that a user's own modules and packages may have."""
+USERS = ("aio_native", "offload", "optim", "perf")  # names that a user's own modules and packages may have
 
 
 def build(kind, source, target, scratch):

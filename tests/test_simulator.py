@@ -16,10 +16,8 @@ from tests.support.simulator.mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 NUM_SEEDS = 20_000
-NUM_SEEDS_BY_DEFAULT = 12
-"""As many as take a processor three seconds."""
-FIRST_SEED_BY_DEFAULT = 1_000_000
-"""Seeds that the long run does not have."""
+NUM_SEEDS_BY_DEFAULT = 12  # as many as take a processor three seconds
+FIRST_SEED_BY_DEFAULT = 1_000_000  # seeds that the long run does not have
 NUM_SEEDS_OF_A_MUTATION = 2000
 QUICKLY_FOUND = ("buffer released early", "skipped fsync")
 """Mutations that few seeds are enough for: the simulator can fail."""

@@ -34,12 +34,9 @@ class Plan:
     settings: Settings
     target: TargetName
     directions: tuple[Rw, ...]
-    runtime: float
-    """Seconds of passes in each direction; at least one pass."""
-    duration: float = 0.0
-    """Seconds without a pause in each direction, as a series; 0 is passes for `runtime` instead."""
-    quads: int = 0
-    """Quads against fio in each direction; 0 leaves fio out."""
+    runtime: float  # seconds of passes in each direction; at least one pass
+    duration: float = 0.0  # seconds without a pause in each direction, as a series; 0 is passes for `runtime` instead
+    quads: int = 0  # quads against fio in each direction; 0 leaves fio out
 
     @property
     def pass_bytes(self) -> int:

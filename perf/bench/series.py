@@ -17,26 +17,20 @@ from nvme_offload.perf.measure.command_line import Rw
 from nvme_offload.perf.measure.comparison import percentile
 from nvme_offload.perf.measure.workloads import Sample, Target
 
-SECONDS = 1.0
-"""The time of one point, about; longer where the duration has more than `MOST_POINTS` of them."""
+SECONDS = 1.0  # the time of one point, about; longer where the duration has more than `MOST_POINTS` of them
 MOST_POINTS = 3600
-PASS_SECONDS = 0.2
-"""A pass is as long as that: between two of them the queue runs empty."""
-LEAST_SIDE = 5
-"""Points before a cliff, and after it."""
-LEAST_DROP = 0.2
-"""The share of the rate before it: less is the weather."""
+PASS_SECONDS = 0.2  # a pass is as long as that: between two of them the queue runs empty
+LEAST_SIDE = 5  # points before a cliff, and after it
+LEAST_DROP = 0.2  # the share of the rate before it: less is the weather
 
-Warmth = Callable[[], float | None]
-"""Degrees Celsius of the warmest drive now."""
+Warmth = Callable[[], float | None]  # degrees Celsius of the warmest drive now
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """A point says what happened in about a second."""
 
-    at: float
-    """Seconds from the beginning to the end of it."""
+    at: float  # seconds from the beginning to the end of it
     seconds: float
     size_bytes: int
     bw_bytes: float
@@ -50,14 +44,10 @@ class Point:
 class Cliff:
     """A cliff is where a drive becomes slower for good."""
 
-    at: float
-    """Seconds after the beginning."""
-    bytes_before: int
-    """Bytes moved until then: what a cache holds, where it is one."""
-    before: float
-    """Bytes per second until then, median."""
-    after: float
-    """Bytes per second from then on, median."""
+    at: float  # seconds after the beginning
+    bytes_before: int  # bytes moved until then: what a cache holds, where it is one
+    before: float  # bytes per second until then, median
+    after: float  # bytes per second from then on, median
 
 
 def measure_series(

@@ -10,13 +10,10 @@ from nvme_offload.offload.units import TB, KiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
 from nvme_offload.perf.measure.drives import Drive, Health, HealthError, read_health, temperature
 
-VIRTUAL = ("vd", "xvd")
-"""Drives of virtual machines; the hypervisor says what it likes about rotation."""
+VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what it likes about rotation
 _ON_NVME = "choose a path on an NVMe drive"
-HOT = 70.0
-"""Degrees Celsius from which on makers' drives begin to go slower."""
-WORN = 90
-"""Percent of its endurance from which on a drive is soon at its end."""
+HOT = 70.0  # degrees Celsius from which on makers' drives begin to go slower
+WORN = 90  # percent of its endurance from which on a drive is soon at its end
 _NO_DRIVES = ("zram", "ram", "brd", "loop")
 _WARNINGS = {1: "its spare blocks run out", 4: "it is not reliable any more", 8: "it takes no more writes"}
 

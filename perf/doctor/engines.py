@@ -19,18 +19,15 @@ from nvme_offload.perf.doctor.findings import Finding, saw
 
 FIRST_KERNEL = (5, 6)
 FULL_KERNEL = (6, 1)
-CHARGES_RINGS_BEFORE = (5, 12)
-"""Older kernels charge rings to RLIMIT_MEMLOCK, newer ones only registered buffers."""
+CHARGES_RINGS_BEFORE = (5, 12)  # older kernels charge rings to RLIMIT_MEMLOCK, newer ones only registered buffers
 
 
 @dataclass(frozen=True)
 class EngineProbe:
     """A probe opened engines, in the order of ``auto`` up to the first that works, and the configured one."""
 
-    first: str | None
-    """Name of the engine that ``auto`` takes; None if none works."""
-    refusals: dict[str, str]
-    """Why an engine cannot be opened, by its name."""
+    first: str | None  # name of the engine that ``auto`` takes; None if none works
+    refusals: dict[str, str]  # why an engine cannot be opened, by its name
 
     def chosen(self, config: OffloadConfig) -> str | None:
         """Name of the engine that this configuration takes; None if it cannot be opened."""

@@ -17,12 +17,9 @@ class Level(enum.StrEnum):
     """A level says how much a finding matters, the least first."""
 
     OK = "ok"
-    NOTE = "note"
-    """The thing works as it is; it could be better, or is good to know."""
-    WARNING = "warning"
-    """NVMe offload works, but slower or less safely than it should."""
-    ERROR = "error"
-    """NVMe offload does not work like this."""
+    NOTE = "note"  # the thing works as it is; it could be better, or is good to know
+    WARNING = "warning"  # NVMe offload works, but slower or less safely than it should
+    ERROR = "error"  # NVMe offload does not work like this
 
     @property
     def rank(self) -> int:
@@ -43,14 +40,11 @@ _VERDICTS = (
 class Finding:
     """The answer to one question."""
 
-    check: str
-    """The thing that was looked at, in two or three words."""
+    check: str  # the thing that was looked at, in two or three words
     found: str
     level: Level = Level.OK
-    meaning: str = ""
-    """The consequence of the finding; empty where there is none."""
-    remedy: str = ""
-    """The words to type or write as a remedy."""
+    meaning: str = ""  # the consequence of the finding; empty where there is none
+    remedy: str = ""  # the words to type or write as a remedy
     values: Mapping[str, Any] = field(default_factory=dict)
     """The values for programs: numbers in bytes, names as the kernel writes them."""
 
@@ -89,8 +83,7 @@ class Report:
     """All groups of one examination."""
 
     groups: tuple[Group, ...]
-    engine: str | None
-    """Name of the engine that would do the I/O; None if nothing can."""
+    engine: str | None  # name of the engine that would do the I/O; None if nothing can
 
     @property
     def level(self) -> Level:

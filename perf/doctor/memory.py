@@ -15,8 +15,7 @@ from nvme_offload.perf.doctor.engines import first_numbers
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.machine import version_of
 
-ENOUGH_FILES = 256
-"""Open files: a few for each path and ring, beside those of torch and its data loaders."""
+ENOUGH_FILES = 256  # open files: a few for each path and ring, beside those of torch and its data loaders
 OLDEST_TORCH = (2, 11)
 
 

@@ -30,8 +30,7 @@ DEPTHS = [8, 16, 32]
 BUDGET_BYTES = 8 * MiB
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
-ITERATIONS = 2
-"""Iterations whose peak counts, after one that does not."""
+ITERATIONS = 2  # iterations whose peak counts, after one that does not
 
 activations = typer.Typer(no_args_is_help=True, help="Measure what keeping activations on a drive saves and costs.")
 Width = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")]

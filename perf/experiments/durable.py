@@ -21,8 +21,7 @@ from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import storage_bytes
 from nvme_offload.perf.measure.sections import section
 
-NAME = "benchmark-"
-"""The names of the measured runs begin with it."""
+NAME = "benchmark-"  # the names of the measured runs begin with it
 _WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
 _STEPS = 2  # of one turn
 

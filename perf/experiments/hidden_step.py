@@ -24,24 +24,16 @@ from nvme_offload.perf.measure.training import BACKWARD_SHARE, Iteration, Shape,
 from nvme_offload.perf.plan.iteration import OVERLAPS, GroupTime, IterationTime, SubgroupTime, Work
 from nvme_offload.perf.plan.schedule import iteration_time
 
-READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 10, 10
-"""Bytes in one step with AdamW in bf16."""
-DURABLE_PER_PARAMETER = 2
-"""Bytes that a durable run writes besides."""
-CLIPPING = 1e3
-"""Norm from which on gradients are clipped: far above that of these models."""
-RATIOS = (0.5, 1.0, 2.0)
-"""Seconds of the drive over those of computing."""
-LIMIT = 1.05
-"""Most that an iteration may take over what the model of `offload plan` says."""
-TOLERANCE = 0.1
-"""Share by which computing alone may differ from what was asked for."""
-ATTEMPTS = 3
-"""Times that a cell is measured, as long as computing is disturbed."""
+READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 10, 10  # bytes in one step with AdamW in bf16
+DURABLE_PER_PARAMETER = 2  # bytes that a durable run writes besides
+CLIPPING = 1e3  # norm from which on gradients are clipped: far above that of these models
+RATIOS = (0.5, 1.0, 2.0)  # seconds of the drive over those of computing
+LIMIT = 1.05  # most that an iteration may take over what the model of `offload plan` says
+TOLERANCE = 0.1  # share by which computing alone may differ from what was asked for
+ATTEMPTS = 3  # times that a cell is measured, as long as computing is disturbed
 REAL_WIDTH, REAL_LAYERS, REAL_TOKENS = 2048, 8, 256
 """269 million parameters; with so many tokens two processors compute as long as a drive of 5 GB/s moves the state."""
-ITERATIONS = 2
-"""Iterations that count each time on a real drive, after one that does not."""
+ITERATIONS = 2  # iterations that count each time on a real drive, after one that does not
 
 hidden_step = typer.Typer(no_args_is_help=True, help="Measure how much of a step each schedule hides.")
 Buffers = Annotated[int, typer.Option(min=2, help="Staging buffers.")]

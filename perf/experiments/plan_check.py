@@ -46,15 +46,11 @@ class Configuration:
     layers: int
     width: int = 768
     mode: str = "bf16"
-    params: int = 0
-    """Staging buffers of the parameter tier; 0: parameters are in memory."""
-    grads: int = 0
-    """Staging buffers of the gradient tier; 0: gradients are in memory."""
+    params: int = 0  # staging buffers of the parameter tier; 0: parameters are in memory
+    grads: int = 0  # staging buffers of the gradient tier; 0: gradients are in memory
     accumulation: int = 1
-    tokens: int = 1
-    """Tokens of one micro-batch: with one, the drive takes most of a step; with several, computing does."""
-    buffers: int = 4
-    """Staging buffers of the optimizer's state."""
+    tokens: int = 1  # tokens of one micro-batch: with one, the drive takes most of a step; with several, computing does
+    buffers: int = 4  # staging buffers of the optimizer's state
     staging: str = "160MiB"
     host_budget: str | None = None
 

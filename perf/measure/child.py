@@ -22,8 +22,7 @@ from typing import Any, Self
 
 SECONDS_TO_STOP = 20.0
 
-Send = Callable[[str, Any], None]
-"""Sends a message of this kind with this content."""
+Send = Callable[[str, Any], None]  # sends a message of this kind with this content
 Work = Callable[[Iterator[Any], Send], None]
 """Done in a child: gets what it is told, one by one, and what sends messages. An exception becomes a "failure"."""
 

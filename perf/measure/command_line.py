@@ -17,14 +17,12 @@ from nvme_offload.offload.units import GiB, KiB, format_bytes, parse_bytes
 Rw = Literal["read", "write", "mixed"]
 AIO = AioConfig()
 
-MAX_STAGING_BYTES = GiB
-"""Host memory for the staging buffers of a benchmark, whatever depth was asked for."""
+MAX_STAGING_BYTES = GiB  # host memory for the staging buffers of a benchmark, whatever depth was asked for
 BUFFERS_PER_RING = 8
 """Transfers under way for each ring, of a quarter of its queue each: half of them fill it while the others come and go.
 More memory than two full queues makes a fast drive slower, because the buffers no longer stay in the caches."""
 LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64)}
-MIN_BLOCKS = 64
-"""Blocks of the smallest region: one of fewer says nothing about a drive."""
+MIN_BLOCKS = 64  # blocks of the smallest region: one of fewer says nothing about a drive
 HERE = [Path()]
 DEFAULT_SIZE: Any = format_bytes(GiB)
 """Default size of a measurement: shown in the help as it stands here, and parsed as if typed."""
@@ -43,12 +41,10 @@ class Settings:
     """The knobs of one target. What is left out is as in a section without `aio`."""
 
     paths: tuple[Path, ...]
-    size: int
-    """Bytes of the region that is worked on."""
+    size: int  # bytes of the region that is worked on
     bs: int = AIO.block_size
     iodepth: int = AIO.queue_depth
-    numjobs: int = AIO.rings
-    """Number of rings: fio's jobs, without a process for each."""
+    numjobs: int = AIO.rings  # number of rings: fio's jobs, without a process for each
     ioengine: str = AIO.engine
     direct: DirectPolicy = AIO.direct
 

@@ -16,8 +16,7 @@ from itertools import cycle
 from statistics import mean, median
 from typing import Any, ClassVar, TypeVar
 
-Arm = Callable[[], float]
-"""Measures once. Gives bytes per second, or seconds: the same in both arms of a case."""
+Arm = Callable[[], float]  # measures once. Gives bytes per second, or seconds: the same in both arms of a case.
 T = TypeVar("T")
 
 RESAMPLES = 10_000
@@ -54,8 +53,7 @@ class Round:
     quad: Quad
     control: Quad | None = None
     noted: Mapping[str, float] = field(default_factory=dict)
-    counts: bool = True
-    """False: the machine was disturbed."""
+    counts: bool = True  # false: the machine was disturbed
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,7 @@ class Case:
     name: str
     ours: Arm
     reference: Arm
-    has_control: bool = True
-    """False: both sides must go equally far, because what they end with is compared."""
+    has_control: bool = True  # false: both sides must go equally far, because what they end with is compared
     before: Callable[[], tuple[Mapping[str, float], bool]] = lambda: ({}, True)
     """Called before each round. Gives what to note of it, and whether it counts."""
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from nvme_offload.offload.host.proc import SYS, Mount, mount_of, read, read_int
 
-DATA_UNIT = 512_000
-"""Bytes of a data unit of the NVMe specification: a thousand blocks of 512."""
-KELVIN = 273
-"""Subtracted by the specification's own examples, and by `nvme`."""
+DATA_UNIT = 512_000  # bytes of a data unit of the NVMe specification: a thousand blocks of 512
+KELVIN = 273  # subtracted by the specification's own examples, and by `nvme`
 COMMANDS = (("nvme", "smart-log", "--output-format=json"), ("smartctl", "--json", "--all"))
 SECONDS = 10
 _SMARTCTL = {
@@ -33,8 +31,7 @@ class Drive:
 
     name: str
     model: str | None
-    members: tuple[str, ...]
-    """Names of the disks below it, for a combination."""
+    members: tuple[str, ...]  # names of the disks below it, for a combination
     rotational: bool | None
     scheduler: str | None
     logical_block_bytes: int | None
@@ -42,10 +39,8 @@ class Drive:
     nr_requests: int | None
     max_sectors_kb: int | None
     max_hw_sectors_kb: int | None
-    discard_bytes: int | None
-    """Bytes of the largest discard; 0 where there is none."""
-    numa_node: int | None = None
-    """NUMA node whose processors are nearest; None where there is one, or nobody says."""
+    discard_bytes: int | None  # bytes of the largest discard; 0 where there is none
+    numa_node: int | None = None  # NUMA node whose processors are nearest; None where there is one, or nobody says
 
     @property
     def near_cpus(self) -> set[int]:
@@ -152,23 +147,15 @@ class HealthError(RuntimeError):
 class Health:
     """The SMART / health information of an NVMe drive, log page 02h."""
 
-    temperature: float | None
-    """Degrees Celsius of the whole drive."""
-    percent_used: int
-    """Share of its endurance that is used up, in the maker's estimate; may be more than 100."""
-    spare: int
-    """Percent of the spare blocks that are left."""
-    spare_threshold: int
-    """Percent of them below which the drive warns."""
-    bytes_written: int
-    """Bytes that hosts have written in its life."""
-    media_errors: int
-    """Times that the drive could not give back what was written."""
-    critical_warning: int
-    """Bits: 1 spare is low, 2 too hot or cold, 4 unreliable, 8 read only, 16 no power protection."""
+    temperature: float | None  # degrees Celsius of the whole drive
+    percent_used: int  # share of its endurance that is used up, in the maker's estimate; may be more than 100
+    spare: int  # percent of the spare blocks that are left
+    spare_threshold: int  # percent of them below which the drive warns
+    bytes_written: int  # bytes that hosts have written in its life
+    media_errors: int  # times that the drive could not give back what was written
+    critical_warning: int  # bits: 1 spare is low, 2 too hot or cold, 4 unreliable, 8 read only, 16 no power protection
     power_on_hours: int
-    warm_minutes: int
-    """Minutes in its life above the temperature that its maker warns of."""
+    warm_minutes: int  # minutes in its life above the temperature that its maker warns of
     throttled_seconds: int | None = None
     """Seconds in its life that it went slower because it was hot; None where that is not told."""
 

@@ -23,8 +23,7 @@ ROTARY_BASE = 10_000.0
 SKIPPED_DIRECTORIES = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 LEAST_FILES = 40
 SEPARATOR = b"\0"
-CONTEXT = 128
-"""Bytes of a sequence."""
+CONTEXT = 128  # bytes of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, EngineEntry
 from nvme_offload.aio_native.requests import Request
 
-STANDS_IN_FOR = "aiofiles"
-"""The name under which a section gets this engine, inside `paced_drive`."""
+STANDS_IN_FOR = "aiofiles"  # the name under which a section gets this engine, inside `paced_drive`
 
 _EARLY_SECONDS = 5e-5  # a completion so little ahead of its time is given at once: waking up takes as long
 
@@ -30,8 +29,7 @@ _EARLY_SECONDS = 5e-5  # a completion so little ahead of its time is given at on
 class Pace:
     """A pace says how fast bytes move; it may be changed while nothing is under way."""
 
-    rate: float = math.inf
-    """Bytes per second, of reads and writes together."""
+    rate: float = math.inf  # bytes per second, of reads and writes together
 
 
 class PacedThread(OwnerThread):

@@ -16,8 +16,7 @@ STEP_BUFFERS = 4
 STEPS_PER_PASS = 2
 """A pass waits for its last writes. In training they go on behind the next forward, so that weighs less here, too."""
 MIN_STEP_STAGING_BYTES, MAX_STEP_STAGING_BYTES = 4 * MiB, 512 * MiB
-STATE_BYTES_PER_PARAMETER = 10
-"""bf16: 2 for the lower half of the master weight, 4 for each moment."""
+STATE_BYTES_PER_PARAMETER = 10  # bf16: 2 for the lower half of the master weight, 4 for each moment
 VERIFIED_NUMEL = 1 << 20
 
 

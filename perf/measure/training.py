@@ -14,8 +14,7 @@ from nvme_offload import OffloadEngine, initialize
 
 Shape = Literal["layers", "lm"]
 
-BACKWARD_SHARE = 2 / 3
-"""The share of an iteration's computing that backward has; forward has the rest."""
+BACKWARD_SHARE = 2 / 3  # the share of an iteration's computing that backward has; forward has the rest
 
 _NARROW = 0.1  # of a layer's output: activations stay of one size through any number of layers
 
@@ -39,8 +38,7 @@ class SleepingLayer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Linear(width, width, bias=False)
-        self.seconds = 0.0
-        """The time of forward and backward together."""
+        self.seconds = 0.0  # the time of forward and backward together
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [..., width] and a little more; sleeps here and in backward."""

@@ -35,18 +35,14 @@ class Sample:
     """One pass: from the first submission to the last completion."""
 
     rw: str
-    size_bytes: int
-    """Bytes moved, read and written together."""
+    size_bytes: int  # bytes moved, read and written together
     seconds: float
-    cpu_seconds: float
-    """Processor time of the whole process, the engine's threads included."""
+    cpu_seconds: float  # processor time of the whole process, the engine's threads included
     requests: int
-    achieved_depth: float
-    """Mean number of requests in flight on each ring that had any."""
+    achieved_depth: float  # mean number of requests in flight on each ring that had any
     request_clat_ns: float
     """Mean completion latency of a request, by Little's law: requests in flight over time / requests."""
-    clat_ns: tuple[int, ...]
-    """Completion latency of every transfer, time in our own queue included."""
+    clat_ns: tuple[int, ...]  # completion latency of every transfer, time in our own queue included
 
     @property
     def bw_bytes(self) -> float:
@@ -63,8 +59,7 @@ class Target(Protocol):
     """Something that moves bytes and can be measured."""
 
     engine: OpenedEngine
-    direct: bool
-    """Whether direct I/O is in effect."""
+    direct: bool  # whether direct I/O is in effect
 
     def prepare(self) -> None:
         """Write the whole region and verify it."""
@@ -127,8 +122,7 @@ class _Slot:
     """A staging buffer and what is under way in it."""
 
     buffer: StagingBuffer
-    part: tuple[int, int] = (0, 0)
-    """The part of the extent that is moved: (start, size in bytes)."""
+    part: tuple[int, int] = (0, 0)  # the part of the extent that is moved: (start, size in bytes)
     operation: Operation | None = None
     op: Op = Op.READ
 

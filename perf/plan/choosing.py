@@ -15,8 +15,7 @@ from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, resid
 from nvme_offload.perf.plan.prediction import tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
 
-LEAST_BUDGET = 64 * MiB
-"""Staging buffers within less would be so small that a drive does not reach its rate."""
+LEAST_BUDGET = 64 * MiB  # staging buffers within less would be so small that a drive does not reach its rate
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Chooser:
 
     machine: Machine
     paths: Sequence[Path]
-    tokens: int
-    """Tokens of one micro-batch on one rank."""
+    tokens: int  # tokens of one micro-batch on one rank
     checkpointing: bool = True
 
     def choose(self, shape: ModelShape) -> ChosenSection:

@@ -58,15 +58,11 @@ class SubgroupTime:
 class Work:
     """An iteration has to do this."""
 
-    groups: tuple[GroupTime, ...]
-    """In the order of the forward. Backward goes the other way."""
-    subgroups: tuple[SubgroupTime, ...]
-    """In the order of the forward."""
-    num_buffers: int
-    """Staging buffers of the optimizer's state."""
+    groups: tuple[GroupTime, ...]  # in the order of the forward. Backward goes the other way.
+    subgroups: tuple[SubgroupTime, ...]  # in the order of the forward
+    num_buffers: int  # staging buffers of the optimizer's state
     micro_batches: int = 1
-    tier_ahead: int = 1
-    """Groups whose parameters are read before they are needed."""
+    tier_ahead: int = 1  # groups whose parameters are read before they are needed
 
     @property
     def compute(self) -> float:
@@ -103,8 +99,7 @@ class IterationTime:
     work: Work
     overlap_step: OverlapStep
     seconds: float
-    waiting: dict[Part, float]
-    """Seconds in which computing stands still: in forward, in backward, in ``step()``."""
+    waiting: dict[Part, float]  # seconds in which computing stands still: in forward, in backward, in ``step()``
 
     @property
     def share_of_ideal(self) -> float:

@@ -28,20 +28,16 @@ from nvme_offload.perf.plan.traffic import StepTraffic, Traffic
 
 _OF_TILE = 16  # bytes of an entry, for each tile
 
-KIND = "durable state"
-"""Its space on the drives is counted as this, beyond that of state which ends with the process."""
+KIND = "durable state"  # its space on the drives is counted as this, beyond that of state which ends with the process
 
 
 @dataclass(frozen=True)
 class KeptState:
     """The state is rewritten so often, and that has costs."""
 
-    period: int
-    """Every how many steps, where updates are logged; else in every one."""
-    grad_itemsize: int
-    """Bytes of a gradient in a log."""
-    steps_back: int = 1
-    """The number of steps that can be gone back to."""
+    period: int  # every how many steps, where updates are logged; else in every one
+    grad_itemsize: int  # bytes of a gradient in a log
+    steps_back: int = 1  # the number of steps that can be gone back to
 
     @classmethod
     def of(cls, config: OffloadConfig, machine: Machine) -> KeptState | None:

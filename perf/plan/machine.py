@@ -25,14 +25,10 @@ class MachineError(ValueError):
 class Drives:
     """All drives of one node together: extents are striped over them."""
 
-    read: float
-    """Bytes per second of reading alone."""
-    write: float
-    """Bytes per second of writing alone."""
-    mixed: float
-    """Bytes per second of reading and writing at once, 1:1, both counted: what an optimizer step does."""
-    endurance: float | None = None
-    """Bytes that may be written over the drives' life (TBW); None is not known."""
+    read: float  # bytes per second of reading alone
+    write: float  # bytes per second of writing alone
+    mixed: float  # bytes per second of reading and writing at once, 1:1, both counted: what an optimizer step does
+    endurance: float | None = None  # bytes that may be written over the drives' life (TBW); None is not known
 
     @classmethod
     def of_rates(
@@ -75,17 +71,13 @@ class Drives:
 class Machine:
     """A training runs on nodes that are all alike."""
 
-    ranks: int = 1
-    """Number of data-parallel ranks over which the model is sharded."""
+    ranks: int = 1  # number of data-parallel ranks over which the model is sharded
     ranks_per_node: int = 1
-    host_memory: int
-    """Bytes of host memory of one node."""
+    host_memory: int  # bytes of host memory of one node
     device_memory: int | None = None
     """Bytes of one rank's accelerator; None: ranks compute on the CPU, and the device's share is host memory."""
-    drives: Drives | None = None
-    """All drives of one node; None: their rates are not known."""
-    capacity: int | None = None
-    """Free bytes of one node's drives; None is not known."""
+    drives: Drives | None = None  # all drives of one node; None: their rates are not known
+    capacity: int | None = None  # free bytes of one node's drives; None is not known
     flops: float | None = None
     """Floating-point operations per second that forward and backward reach on one rank; None is not known."""
     update_rate: float = UPDATE_RATE
@@ -132,14 +124,10 @@ def _check_above_zero(options: dict[str, float | None]) -> None:
 class DriveClass(NamedTuple):
     """A drive of a class does this for hours; docs/plan.md says whose figures these are."""
 
-    read: float
-    """Bytes per second."""
-    write: float
-    """Bytes per second when its cache is full: what a training gets."""
-    capacity: int
-    """Bytes of that drive."""
-    endurance: float
-    """Bytes that its maker lets be written over its life (TBW)."""
+    read: float  # bytes per second
+    write: float  # bytes per second when its cache is full: what a training gets
+    capacity: int  # bytes of that drive
+    endurance: float  # bytes that its maker lets be written over its life (TBW)
 
 
 def _drive(read: float, write: float, terabytes: float, written: float) -> DriveClass:

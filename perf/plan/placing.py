@@ -48,14 +48,10 @@ class Job:
     """A job says what is to be trained, and how."""
 
     shape: ModelShape
-    config: OffloadConfig
-    """The section, as `initialize` completes it."""
-    tokens: int
-    """Tokens of one micro-batch on one rank."""
-    checkpointing: bool
-    """Whether each layer's activations are computed again in backward."""
-    baseline_bytes: int = LIBRARIES_BYTES
-    """Resident memory of a process before it trains."""
+    config: OffloadConfig  # the section, as `initialize` completes it
+    tokens: int  # tokens of one micro-batch on one rank
+    checkpointing: bool  # whether each layer's activations are computed again in backward
+    baseline_bytes: int = LIBRARIES_BYTES  # resident memory of a process before it trains
 
     @property
     def layer_bytes(self) -> int:
@@ -91,12 +87,9 @@ class Job:
 class Copies(NamedTuple):
     """Bytes that cross between host and device for each parameter of one rank; all zero where the host computes."""
 
-    forward: int = 0
-    """To the device in each forward, of parameters that are not kept there."""
-    backward: int = 0
-    """In each backward, in the busier direction: of parameters there, of gradients back."""
-    update: int = 0
-    """In the update, in the busier direction: of parameters and gradients that are kept on the device."""
+    forward: int = 0  # to the device in each forward, of parameters that are not kept there
+    backward: int = 0  # in each backward, in the busier direction: of parameters there, of gradients back
+    update: int = 0  # in the update, in the busier direction: of parameters and gradients that are kept on the device
 
 
 class PlacedJob:
@@ -108,10 +101,8 @@ class PlacedJob:
         self.precision, self.rule = precision_of(config), rule_of(config.optimizer)
         self.kept = KeptState.of(config, machine)
         """The state as it outlives a kill; None where it ends with the process."""
-        self.account = account_of_job(job, machine)
-        """The memory beside the state."""
-        self.on_device = self.account.on_device
-        """Whether forward and backward compute on an accelerator."""
+        self.account = account_of_job(job, machine)  # the memory beside the state
+        self.on_device = self.account.on_device  # whether forward and backward compute on an accelerator
         logged = () if self.kept is None else (self.kept.period, self.kept.buffer_bytes)
         placement = self._placement = StatePlacement(config, self.rule, *logged)
         # What a host budget of "auto" comes to, for a model that is not in memory yet.
@@ -120,8 +111,7 @@ class PlacedJob:
         blocks = self.account.blocks()
         fixed = sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
         max_bytes = placement.max_subgroup_bytes(fixed, self.copies.update > 0)
-        self.subgroups, itemsize, most_numel = self._subgroups(placement, max_bytes)
-        """The subgroups of one rank."""
+        self.subgroups, itemsize, most_numel = self._subgroups(placement, max_bytes)  # the subgroups of one rank
         # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
         largest = min(max(map(placement.size_bytes, self.subgroups)), most_numel * itemsize)
         section = config.zero_optimization.offload_optimizer

@@ -28,8 +28,7 @@ from nvme_offload.perf.plan.schedule import iteration_time, reads_of
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
-MAX_LAYERS = 2048
-"""No deeper model is looked for: of small layers, terabytes hold millions."""
+MAX_LAYERS = 2048  # no deeper model is looked for: of small layers, terabytes hold millions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +39,11 @@ class Prediction:
     machine: Machine
     tiers: TierPlan
     """The place of everything that one rank holds; units of memory that comes and goes are at their peak."""
-    traffic: dict[str, StepTraffic]
-    """Bytes that one rank moves in a step, by kind."""
-    overlap_step: OverlapStep
-    """The schedule that will run."""
+    traffic: dict[str, StepTraffic]  # bytes that one rank moves in a step, by kind
+    overlap_step: OverlapStep  # the schedule that will run
     times: dict[OverlapStep, IterationTime]
     """Time from one step to the next with each schedule; empty where the machine's rates are not known."""
-    kept: KeptState | None
-    """The state as it outlives a kill; None where it ends with the process."""
+    kept: KeptState | None  # the state as it outlives a kill; None where it ends with the process
 
     @property
     def time(self) -> IterationTime | None:

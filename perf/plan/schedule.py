@@ -83,17 +83,14 @@ class _Buffers:
     """The staging buffers and what is in them, and the drive, which moves one thing at a time."""
 
     def __init__(self, work: Work, after: Callable[[float, Callable[[], None]], None]) -> None:
-        self.residents: dict[int, None] = {}
-        """Subgroups that have a buffer, the one that has it longest first."""
+        self.residents: dict[int, None] = {}  # subgroups that have a buffer, the one that has it longest first
         self.here = {i for i, subgroup in enumerate(work.subgroups) if not (subgroup.read or subgroup.write)}
         """Subgroups whose state is in memory, with nothing under way and nothing to be written."""
         self._at_home = frozenset(self.here)
         self._work, self._after = work, after
-        self.reads = Counter[int]()
-        """Each was read so often."""
+        self.reads = Counter[int]()  # each was read so often
         self._num_moving = 0
-        self._changed: dict[int, None] = {}
-        """Subgroups that are updated, and neither written nor being written."""
+        self._changed: dict[int, None] = {}  # subgroups that are updated, and neither written nor being written
         self._urgent: deque[tuple[float, Callable[[], None]]] = deque()
         self._asked: deque[tuple[float, Callable[[], None]]] = deque()
         self._is_busy = False
@@ -188,10 +185,8 @@ class _Worker:
         self.buffers = _Buffers(work, clock.after)
         self._work, self._overlap, self._clock = work, overlap_step, clock
         self._order = range(len(work.subgroups))
-        self._schedule: Schedule[int] | None = None
-        """By which it updates; None: updates are inside `step()`, or done."""
-        self._first: Sequence[int] = ()
-        """The reads for the next step when this one is done."""
+        self._schedule: Schedule[int] | None = None  # by which it updates; None: updates are inside `step()`, or done
+        self._first: Sequence[int] = ()  # the reads for the next step when this one is done
         self._num_early: int | None = None
         self._is_updating = False
 

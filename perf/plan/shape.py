@@ -22,8 +22,7 @@ class ModelShape:
     """A plan needs to know this of a model. FSDP2 gathers every layer and end by itself, the rest as one more group."""
 
     name: str
-    layers: tuple[tuple[int, ...], ...]
-    """Elements of each parameter of each repeated layer."""
+    layers: tuple[tuple[int, ...], ...]  # elements of each parameter of each repeated layer
     rest: tuple[int, ...]
     """Elements of each parameter outside layers and ends: last norm, small or tied embedding. Tied ones count once."""
     hidden_size: int
@@ -31,8 +30,7 @@ class ModelShape:
     vocab_size: int
     before: tuple[tuple[int, ...], ...] = ()
     """Elements of each parameter of each large embedding or other end before the layers."""
-    after: tuple[tuple[int, ...], ...] = ()
-    """The same of heads behind the layers."""
+    after: tuple[tuple[int, ...], ...] = ()  # the same of heads behind the layers
 
     @property
     def numel(self) -> int:

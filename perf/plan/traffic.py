@@ -23,10 +23,8 @@ from nvme_offload.offload.storage.transfer import Transfer
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
-WARM_UP_STEPS = 2
-"""Steps until the order is known in both directions of the update."""
-COUNTED_STEPS = 2
-"""Steps that are counted, one in each direction of the update."""
+WARM_UP_STEPS = 2  # steps until the order is known in both directions of the update
+COUNTED_STEPS = 2  # steps that are counted, one in each direction of the update
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ def of_parameters(
     """Traffic of the parameters: gathered in forward and backward, updated in the step.
 
     `sizes` are of blocks in the order of the forward, `visits` the block of each subgroup in the order of the update's
-    first direction. `has_root`: the first block is of what is in no layer, gathered first of all, also in backward. `twice`:
-    backward gathers again what forward freed (ZeRO stage 3).
+    first direction. `has_root`: the first block is of what is in no layer, gathered first of all, also in backward.
+    `twice`: backward gathers again what forward freed (ZeRO stage 3).
     """
     rehearsal = _Rehearsal("parameters", sizes, num_buffers)
     forward = range(len(sizes))
@@ -106,8 +104,7 @@ class _Rehearsal:
     """
 
     def __init__(self, kind: str, sizes: Sequence[int], num_buffers: int, arrived: set[int] | None = None) -> None:
-        self.phase: Phase = "forward"
-        """The phase that transfers are counted to which begin now."""
+        self.phase: Phase = "forward"  # the phase that transfers are counted to which begin now
         self._arrived = arrived
         self._read: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         self._written: dict[Phase, int] = dict.fromkeys(PHASES, 0)

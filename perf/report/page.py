@@ -20,8 +20,7 @@ ul { padding-left: 1.2em; } footer { color: #57606a; font-size: .85em; margin-to
 WIDTH, HEIGHT = 860, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 28, 36
 COLORS = ("#3182bd", "#31a354", "#e6550d", "#756bb1", "#dd77aa", "#8b949e")
-MOST_POINTS = 800
-"""The most points of one line: a picture of this width shows no more."""
+MOST_POINTS = 800  # the most points of one line: a picture of this width shows no more
 
 
 def page(title: str, sections: Sequence[str], footer: Sequence[str], data: Any) -> str:

@@ -28,10 +28,8 @@ from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read
 from nvme_offload.perf.plan.machine import Drives, MachineError
 from nvme_offload.perf.report.command import PARTS
 
-BAR = 24
-"""Characters of a bar."""
-HEALTH_SECONDS = 60
-"""The words of SMART are shown for so long: to ask costs a process, and wear is slow."""
+BAR = 24  # characters of a bar
+HEALTH_SECONDS = 60  # the words of SMART are shown for so long: to ask costs a process, and wear is slow
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
 NOTHING_YET = "nothing noted yet; a run begins to with the first step after a second"
 State = Literal["live", "ended", "gone", "unknown"]
@@ -217,8 +215,7 @@ class RunOnShow:
     """The latest record of a run."""
 
     record: dict[str, Any]
-    is_there: bool = True
-    """Whether its file still is."""
+    is_there: bool = True  # whether its file still is
 
     @property
     def key(self) -> tuple[Any, ...]:

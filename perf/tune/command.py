@@ -60,12 +60,9 @@ LEAST_BLOCK, MOST_BLOCK = 64 * KiB, 16 * MiB
 MOST_DEPTH = 256
 NUM_FINALISTS = 4
 LEAST_NOISE = 0.02
-TRIALS_PLANNED = 45
-"""Number of trials that a search makes, about; divides the time among them."""
-SEARCH_SHARE = 0.6
-"""Share of the time that is spent before the finals."""
-CLOSE = 0.9
-"""Least share of the best score with which a candidate is a finalist."""
+TRIALS_PLANNED = 45  # number of trials that a search makes, about; divides the time among them
+SEARCH_SHARE = 0.6  # share of the time that is spent before the finals
+CLOSE = 0.9  # least share of the best score with which a candidate is a finalist
 SEED = 7
 
 

@@ -27,18 +27,12 @@ class LeftOutError(Exception):
 class Site:
     """Checks are made at a site."""
 
-    device: str
-    """Type of the device that trains: that of a GPU, or "cpu"."""
-    folder: Path
-    """On the drive."""
-    params: int
-    """Parameters of the model whose steps are timed."""
-    size: int
-    """Bytes of the region in which the drive is measured."""
-    runtime: float
-    """Seconds of measuring the drive, in each direction."""
-    large: bool
-    """Whether tensors are as large as it takes to keep a GPU busy."""
+    device: str  # type of the device that trains: that of a GPU, or "cpu"
+    folder: Path  # on the drive
+    params: int  # parameters of the model whose steps are timed
+    size: int  # bytes of the region in which the drive is measured
+    runtime: float  # seconds of measuring the drive, in each direction
+    large: bool  # whether tensors are as large as it takes to keep a GPU busy
 
     @property
     def has_device(self) -> bool:
@@ -57,8 +51,7 @@ class Found:
     """A check found this where all is as it should be."""
 
     text: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs: bytes, seconds, bytes per second."""
+    values: Mapping[str, Any] = field(default_factory=dict)  # the same for programs: bytes, seconds, bytes per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +71,10 @@ class Check:
     """Something to find out."""
 
     name: str
-    text: str
-    """The promise, or the measure, in a few words."""
+    text: str  # the promise, or the measure, in a few words
     run: Callable[[Site], Found]
-    limit: float
-    """Seconds after which it counts as failed."""
-    measures: bool = False
-    """Whether it measures, in place of comparing."""
+    limit: float  # seconds after which it counts as failed
+    measures: bool = False  # whether it measures, in place of comparing
 
     def outcome(self, status: Status, found: str, began: float, values: Mapping[str, Any] = {}) -> Outcome:
         """Make the outcome of the check that began at this moment of `time.monotonic` and ends now."""

@@ -39,8 +39,7 @@ def outcome_of(check: Check, site: Site) -> Outcome:
     return check.outcome("ok", found.text, began, found.values)
 
 
-WORK: Work = work
-"""The work of the child."""
+WORK: Work = work  # the work of the child
 
 
 def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Outcome]:

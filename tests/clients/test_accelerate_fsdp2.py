@@ -17,10 +17,8 @@ from tests.support.ranks import run_ranks
 from tests.support.training import section
 
 WIDTH, LAYERS, STEPS = 64, 3, 4
-NUM_BYTES_PER_MASTER = 8
-"""Of an fp32 parameter: its two moments."""
-PAGE_BYTES = 4096
-"""To which the state of a shard is rounded up on the drive; all of it is one subgroup here."""
+NUM_BYTES_PER_MASTER = 8  # of an fp32 parameter: its two moments
+PAGE_BYTES = 4096  # to which the state of a shard is rounded up on the drive; all of it is one subgroup here
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 

@@ -16,8 +16,7 @@ from tests.support.training import section
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-PADDING = 32
-"""Elements to which a parameter's state is rounded up."""
+PADDING = 32  # elements to which a parameter's state is rounded up
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 
 

@@ -387,8 +387,7 @@ def test_the_stub_names_what_the_module_has():
         assert all(hasattr(getattr(_kernels, name), each) for each in members | annotated)
 
 
-CHUNK = 2**19
-"""Bit patterns at once, few enough for the cache: one sixteenth of a sign and exponent."""
+CHUNK = 2**19  # bit patterns at once, few enough for the cache: one sixteenth of a sign and exponent
 
 EDGES = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF, 0x800000, 0x3F808000, 0x3F818000, 0x3F7FFFFF, 0x7F7F7FFF, 0x7F7F8000]
 EDGES += [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7F808000, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF]

@@ -16,8 +16,7 @@ from torch.testing._internal.common_optimizers import optim_db
 
 BY_NAME = {info.optim_cls.__name__: info for info in optim_db}
 INFOS = {name: info for name, info in BY_NAME.items() if hasattr(nvme_offload, f"Offload{name}")}
-REFUSED = ("amsgrad", "differentiable")
-"""Options that are not here, and are said to be so."""
+REFUSED = ("amsgrad", "differentiable")  # options that are not here, and are said to be so
 ACCEPTED = ("betas", "foreach")
 """torch refuses tensors as betas, and as a rate beside ``foreach``, because of its own implementations."""
 

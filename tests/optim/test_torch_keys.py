@@ -93,5 +93,4 @@ def test_a_group_may_be_added_while_a_step_is_hidden(tmp_path, overlap):
     assert all(torch.equal(*pair) for pair in zip([*result, late.detach()], expected, strict=True))
 
 
-BITS = {}
-"""Of the first of the runs above."""
+BITS = {}  # of the first of the runs above

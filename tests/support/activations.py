@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from nvme_offload import ActivationSwapper
 from tests.support.training import assert_same_bits
 
-WIDTH, ROWS = 64, 100
-"""A saved tensor of a layer has 25,600 bytes, and no parameter has its shape."""
+WIDTH, ROWS = 64, 100  # a saved tensor of a layer has 25,600 bytes, and no parameter has its shape
 KEEPS = ["all", "attention", "boundaries"]
 KiB = 1 << 10
 

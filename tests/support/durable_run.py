@@ -32,8 +32,7 @@ HEADER = struct.Struct("<8sQQqQ32s")
 
 _BLOB_PIECES = 800  # a manifest has several sectors
 
-Values = tuple[int, ...]
-"""What each slot holds."""
+Values = tuple[int, ...]  # what each slot holds
 
 
 def sums_of(memory: Memory, layout: ExtentLayout) -> Sums:
@@ -84,8 +83,7 @@ class SmallRun:
         self.tier = NvmeTier(config, space=self.run.space)
         self.pool = BufferPool(1, max(layout.base.size_bytes for layout in layouts))
         self.values = [0] * len(layouts)
-        self.truth: dict[str, Values] = {}
-        """What the slots hold, by the names of commits."""
+        self.truth: dict[str, Values] = {}  # what the slots hold, by the names of commits
         self._note = note
 
     def begin(self) -> None:

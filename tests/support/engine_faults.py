@@ -12,8 +12,7 @@ from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, 
 
 NUM_SEEDS = 40
 NUM_OPERATIONS = 5
-REGION = 4 * BLOCK
-"""Bytes of the file, and of memory, that one operation has for itself."""
+REGION = 4 * BLOCK  # bytes of the file, and of memory, that one operation has for itself
 
 
 def draw_faults(draw: random.Random, seed: int) -> FaultSpec:

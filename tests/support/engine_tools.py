@@ -17,8 +17,7 @@ from nvme_offload.aio_native.registry import ENGINES, open_engine
 
 BLOCK = 16384
 ALIGNMENT = 4096
-PATIENCE = 60.0
-"""Seconds after which an operation counts as lost."""
+PATIENCE = 60.0  # seconds after which an operation counts as lost
 
 
 class Memory:
@@ -49,8 +48,7 @@ class EngineTools:
     """Opens files and engines, and closes them when the test ends."""
 
     engine_class: type[Engine]
-    moves_data: bool
-    """False for an engine that does no I/O: nobody looks at its bytes."""
+    moves_data: bool  # false for an engine that does no I/O: nobody looks at its bytes
 
     def require_data(self) -> None:
         if not self.moves_data:

@@ -14,8 +14,7 @@ import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parent.parent.parent
 
-FORKED = mp.get_context("forkserver")
-"""Forks from a process that has done nothing else."""
+FORKED = mp.get_context("forkserver")  # forks from a process that has done nothing else
 FORKED.set_forkserver_preload(
     [
         "torch.distributed.checkpoint",

@@ -17,10 +17,8 @@ from nvme_offload.aio_native.requests import Request
 class FragileThread(NullThread):
     """Reads and writes one request after the other, and breaks with EPERM at the one with this number."""
 
-    break_at: ClassVar[int]
-    """From 1 on."""
-    ended: ClassVar[bool]
-    """Whether it knows, when it breaks, that nothing is under way."""
+    break_at: ClassVar[int]  # from 1 on
+    ended: ClassVar[bool]  # whether it knows, when it breaks, that nothing is under way
     num_started = 0
 
     def _start(self, request: Request) -> None:

@@ -18,8 +18,7 @@ from tests.support.training import assert_same_bits, params_of, set_grads, snaps
 
 SHAPES = [(70_001,), (999,), (131_072,), (5,)]
 MIB = 1 << 20
-LARGE = 8 * MIB
-"""Of a client_state that outgrows its place in the manifest."""
+LARGE = 8 * MIB  # of a client_state that outgrows its place in the manifest
 ROOM = {1: 0, 3: 4 * MIB}
 """What others leave, by period: no room for that, and for what is rewritten out of turn while nothing is committed."""
 

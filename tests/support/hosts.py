@@ -24,8 +24,7 @@ class Place(NamedTuple):
     """Where a process runs."""
 
     host: str
-    mounts: dict[Path, Path]
-    """A folder is seen as another one, which exists, by this process alone."""
+    mounts: dict[Path, Path]  # a folder is seen as another one, which exists, by this process alone
 
 
 def why_not():

@@ -31,10 +31,8 @@ from nvme_offload.optim.updates.native import NativeKernel
 
 PACKAGES = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
 """How the names of files begin that have our code."""
-OURS = (*PACKAGES, contextlib.__file__, threading.__file__)
-"""Besides, what a ``with`` or a thread of ours goes through."""
-TORCH = (f"{Path(torch.__file__).parent}/",)
-"""How those of torch begin."""
+OURS = (*PACKAGES, contextlib.__file__, threading.__file__)  # besides, what a ``with`` or a thread of ours goes through
+TORCH = (f"{Path(torch.__file__).parent}/",)  # how those of torch begin
 _ENTRY = "RESUME"
 _HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", _ENTRY, "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
@@ -202,10 +200,8 @@ STRIKES = pytest.mark.parametrize(
         for strike in (raise_struck, send_sigint)
     ],
 )
-EACH = 0
-"""In place of a stride: each point of the code, when it is passed for the first and for the second time."""
-SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))
-"""Marks of what strikes at each point: it takes minutes."""
+EACH = 0  # in place of a stride: each point of the code, when it is passed for the first and for the second time
+SLOW = (pytest.mark.slow, pytest.mark.timeout(7200))  # marks of what strikes at each point: it takes minutes
 
 
 def strided(stride: int) -> pytest.MarkDecorator:

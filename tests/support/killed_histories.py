@@ -244,8 +244,7 @@ class Histories:
         self.kept = {name: [] for name in NAMES}
         self.allowed = [[]]
         self.number = 0
-        self.inside = []
-        """Calls in which it was killed."""
+        self.inside = []  # calls in which it was killed
 
     def live(self, *, killed):
         """Live once; whether it came to its end."""

@@ -105,10 +105,8 @@ class Kind(NamedTuple):
 
     train: Callable
     num_ranks: int = 1
-    how: Mapping = {}
-    """It is made to last."""
-    plain: Mapping = {}
-    """How the one is made that it is compared with, which does not last."""
+    how: Mapping = {}  # it is made to last
+    plain: Mapping = {}  # how the one is made that it is compared with, which does not last
 
 
 KINDS = {

@@ -16,14 +16,11 @@ PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 class Resources(NamedTuple):
     """Everything that can leak and can be counted exactly."""
 
-    files: tuple[tuple[str, int], ...]
-    """What open descriptors refer to, and how many of them."""
+    files: tuple[tuple[str, int], ...]  # what open descriptors refer to, and how many of them
     num_threads: int
     """Without the workers to which the kernel hands requests that would block: it starts and ends them as it likes."""
-    registered: tuple[str, ...]
-    """Files and buffers registered with each ring, as far as the kernel shows them."""
-    pinned: str
-    """Memory that the kernel holds for registered buffers."""
+    registered: tuple[str, ...]  # files and buffers registered with each ring, as far as the kernel shows them
+    pinned: str  # memory that the kernel holds for registered buffers
 
     @classmethod
     def now(cls) -> Resources:

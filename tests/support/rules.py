@@ -21,8 +21,7 @@ class RuleCase:
 
     name: str
     settings: Mapping[str, Any]
-    torch_class: Callable[..., torch.optim.Optimizer]
-    """The same over fp32 parameters, by somebody else."""
+    torch_class: Callable[..., torch.optim.Optimizer]  # the same over fp32 parameters, by somebody else
     variants: tuple[Mapping[str, Any], ...] = field(default=({},))
     """Changes of `settings` that take another way through the formula."""
     smooth: bool = True
@@ -116,6 +115,5 @@ CASES = [
         ({}, {"weight_decay": 0.0}, {"maximize": True}),
     ),
 ]
-NAMES = {case.name: case for case in reversed(CASES)}
-"""One case of each optimizer."""
+NAMES = {case.name: case for case in reversed(CASES)}  # one case of each optimizer
 VARIANTS = [(case, changes) for case in CASES for changes in case.variants]

@@ -6,8 +6,7 @@ import torch
 from tests.support.sandbox import can_mount, run_python
 
 KiB, MiB = 1 << 10, 1 << 20
-PATIENCE = 60.0
-"""Seconds after which a transfer counts as lost."""
+PATIENCE = 60.0  # seconds after which a transfer counts as lost
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),

@@ -128,8 +128,7 @@ class Twin:
             state.name: [np.full_like(master, state.birth) for master in self.masters] for state in self.rule.states
         }
         self.steps = [0] * len(self.params)
-        self.own_settings: dict[int, Mapping[str, Any]] = {}
-        """By parameter index, where they differ from `settings`."""
+        self.own_settings: dict[int, Mapping[str, Any]] = {}  # by parameter index, where they differ from `settings`
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> float:
         """One step over gradients as stored; returns the norm."""

@@ -45,8 +45,7 @@ class DemoSide(Child):
         super().__init__(work, self._said)
         self.name = name
         self.tell(settings)
-        self.run: DemoRun = self.expect("run")
-        """The run as far as it is known."""
+        self.run: DemoRun = self.expect("run")  # the run as far as it is known
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)

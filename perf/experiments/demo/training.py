@@ -35,8 +35,7 @@ class RunSettings:
     size: ModelSize
     seed: int
     engine: str
-    swap: Path | None
-    """Folder for the optimizer's state; None: it is in memory."""
+    swap: Path | None  # folder for the optimizer's state; None: it is in memory
     threads: int
 
     def section(self) -> dict[str, Any]:
@@ -56,11 +55,9 @@ class Step:
 
     loss: float
     total_norm: float
-    started_ns: int
-    """When its first forward began."""
+    started_ns: int  # when its first forward began
     called_ns: int
-    returned_ns: int
-    """When `optimizer.step()` was called and when it returned; writes may run behind it."""
+    returned_ns: int  # when `optimizer.step()` was called and when it returned; writes may run behind it
     share_of_ideal: float | None
     """The iteration came so near to the longer of its computing and its bytes; None is not known."""
     limit: str
@@ -82,10 +79,8 @@ class DemoRun:
     peak_bytes: int | None = None
     optimizer_bytes: int | None = None
     """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
-    kernel_bytes: tuple[int, int] | None = None
-    """Bytes read and written by the process, as the kernel counts them."""
-    counted_bytes: tuple[int, int] = (0, 0)
-    """The same as the optimizer counts them."""
+    kernel_bytes: tuple[int, int] | None = None  # bytes read and written by the process, as the kernel counts them
+    counted_bytes: tuple[int, int] = (0, 0)  # the same as the optimizer counts them
     stats: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 

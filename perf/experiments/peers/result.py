@@ -18,8 +18,7 @@ from nvme_offload.perf.measure.gpt import parse_size
 
 ENVIRONMENTS = Path(__file__).resolve().parents[3]
 """`make compare` makes an environment here for each peer that needs one."""
-ITERATIONS = 2
-"""Iterations of a turn."""
+ITERATIONS = 2  # iterations of a turn
 HEAD = ("", "iteration", "over ours", "peak memory", "B read", "B written", "distance")
 
 
@@ -28,10 +27,8 @@ class Contender:
     """One way to train the model."""
 
     name: str
-    text: str
-    """Its name in the table."""
-    package: str | None = None
-    """The package that the peer needs; None: torch and this project alone."""
+    text: str  # its name in the table
+    package: str | None = None  # the package that the peer needs; None: torch and this project alone
 
     def weights(self, folder: Path) -> Path:
         """The file in `folder` for its master weights at the end."""
@@ -62,20 +59,16 @@ class Seen:
     """One contender was seen so."""
 
     contender: Contender
-    numel: int
-    """Parameters of the model."""
-    problem: str | None = None
-    """Why it could not train; None: it did."""
+    numel: int  # parameters of the model
+    problem: str | None = None  # why it could not train; None: it did
     version: str | None = None
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    quads: list[Quad] = field(default_factory=list)
-    """Seconds of an iteration: ours, theirs, theirs, ours."""
+    quads: list[Quad] = field(default_factory=list)  # seconds of an iteration: ours, theirs, theirs, ours
     ended: Ended | None = None
     distance: float | None = None
     """The distance of its weights from those of the run in memory, by how far those have moved; 0: the same bits."""
-    bits_of_ours: bool = False
-    """Whether its weights have the bits that ours on NVMe has."""
+    bits_of_ours: bool = False  # whether its weights have the bits that ours on NVMe has
     head: ClassVar = HEAD
 
     @property

@@ -24,8 +24,7 @@ from nvme_offload.perf.measure.sections import MODES, section
 SEED = 0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIPPING = 1.0
-SUBGROUP = 2**24
-"""Elements of a subgroup where state moves, so that a step has about sixteen."""
+SUBGROUP = 2**24  # elements of a subgroup where state moves, so that a step has about sixteen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +33,11 @@ class Order:
 
     contender: str
     package: str | None
-    size: str
-    """Layers and width of the model, as `16x1024`."""
-    tokens: int
-    """Tokens of one iteration."""
+    size: str  # layers and width of the model, as `16x1024`
+    tokens: int  # tokens of one iteration
     threads: int
-    swap: str
-    """Folder on the drive."""
-    weights: str
-    """File for the master weights at the end."""
+    swap: str  # folder on the drive
+    weights: str  # file for the master weights at the end
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,8 @@ class Ended:
     """The child saw this of itself, the first iteration left out."""
 
     iterations: int
-    peak_bytes: int | None
-    """Most resident memory while it trained."""
-    moved: tuple[int, int] | None
-    """Bytes read and written, as the kernel counts them."""
+    peak_bytes: int | None  # most resident memory while it trained
+    moved: tuple[int, int] | None  # bytes read and written, as the kernel counts them
 
 
 def work(told: Iterator[Any], send: Send) -> None:
@@ -101,14 +94,10 @@ def model_of(size: str) -> ByteGPT:
 class Trainer:
     """A model in training."""
 
-    iterate: Callable[[Tensor, Tensor], float]
-    """Does one whole iteration with inputs and targets; returns the loss."""
-    weights: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Gives names and fp32 master weights, one after the other."""
-    settle: Callable[[], None] = lambda: None
-    """Waits until nothing runs on behind the latest iteration."""
-    close: Callable[[], None] = dist.destroy_process_group
-    """Lets everything go."""
+    iterate: Callable[[Tensor, Tensor], float]  # does one whole iteration with inputs and targets; returns the loss
+    weights: Callable[[], Iterator[tuple[str, Tensor]]]  # gives names and fp32 master weights, one after the other
+    settle: Callable[[], None] = lambda: None  # waits until nothing runs on behind the latest iteration
+    close: Callable[[], None] = dist.destroy_process_group  # lets everything go
 
 
 def trainer_of(name: str, model: nn.Module, swap: Path) -> Trainer:

@@ -303,8 +303,7 @@ def test_schedules_and_their_round_trip(kind, params):
 
 # Files as users have them.
 
-LEFT_OUT = 2
-"""Lines that tell a section for DeepSpeed without gradient_clipping what that means."""
+LEFT_OUT = 2  # lines that tell a section for DeepSpeed without gradient_clipping what that means
 
 
 def test_harmless_sections_are_accepted_with_their_reasons():

@@ -50,8 +50,7 @@ class Walk:
         self.small = SmallRun([self.path], steps_back=steps_back)
         self.small.begin()
         self.number = 0
-        self.unsure = 0
-        """Commits until nothing is left that an earlier process may have written over."""
+        self.unsure = 0  # commits until nothing is left that an earlier process may have written over
         self.commit()
 
     def some_slots(self):

@@ -15,8 +15,7 @@ from nvme_offload.offload.durable.rewrite_every import (
 from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.units import GB, TB, parse_bytes_per_day
 
-BF16 = DurableBytes(state=10, tail=2, grad=2)
-"""A bf16 parameter under AdamW."""
+BF16 = DurableBytes(state=10, tail=2, grad=2)  # a bf16 parameter under AdamW
 BILLION = DurableBytes(state=10 * GB, tail=2 * GB, grad=2 * GB, numel=1e9)
 
 

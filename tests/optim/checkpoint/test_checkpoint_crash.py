@@ -110,8 +110,7 @@ class SaveCase:
         self.before: Any = None
         with small_engine() as engine:
             train(engine, 0)
-            self.digests = [digest_of(engine)]
-            """They are of the engine as it was saved earlier, and as it is saved."""
+            self.digests = [digest_of(engine)]  # they are of the engine as it was saved earlier, and as it is saved
             if earlier:
                 put_strangers(root)
                 engine.save_checkpoint(root, earlier)

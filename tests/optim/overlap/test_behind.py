@@ -15,8 +15,7 @@ from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
 LAYERS = 4
-HALF = 150_000
-"""Bytes of a host budget that keeps some subgroups in memory, and others not."""
+HALF = 150_000  # bytes of a host budget that keeps some subgroups in memory, and others not
 
 
 def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):

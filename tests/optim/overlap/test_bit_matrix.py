@@ -44,8 +44,7 @@ def allowed(case):
 
 
 CASES = pairwise_cases(COLUMNS, allowed)
-FEW = CASES[:9]
-"""In `make test`: they have every value of every column between them."""
+FEW = CASES[:9]  # in `make test`: they have every value of every column between them
 
 
 def config_of(path, case, schedule, place):

@@ -263,8 +263,7 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
     assert stats.guesses > stats.wrong_guesses > 0
 
 
-LOST = 6
-"""The step whose commit fails on one rank."""
+LOST = 6  # the step whose commit fails on one rank
 
 
 def fail_once(engine):

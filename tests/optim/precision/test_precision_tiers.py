@@ -19,13 +19,11 @@ TIERS = {  # what is on NVMe
     "gradients": {"state", "grads"},
     "all": {"state", "param", "grads"},
 }
-NEXT = dict(zip(TIERS, [*list(TIERS)[1:], "memory"], strict=True))
-"""Where a run on a tier goes on after its checkpoint."""
+NEXT = dict(zip(TIERS, [*list(TIERS)[1:], "memory"], strict=True))  # where a run on a tier goes on after its checkpoint
 ACCUMULATIONS = (1, 4)
 RANKS = (1, 2)
 STEPS = 10
-FEW_STEPS = 2
-"""For the pairs; half of them before the checkpoint, as of the others."""
+FEW_STEPS = 2  # for the pairs; half of them before the checkpoint, as of the others
 ALL = list(product(PRECISIONS, TIERS, RANKS, ACCUMULATIONS))
 PAIRS = [  # each precision on each tier, and each two values of any two of the four somewhere
     (precision, tier, RANKS[(i + j) % 2], ACCUMULATIONS[(i + j // 2) % 2])

@@ -28,10 +28,8 @@ from tests.support.training import (
 
 SHAPES = [(3 * BLOCK,), (5,), (2 * BLOCK + 1,), (70_001,), (2 * BLOCK,)]
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
-STAGING = 2 * 12 * BLOCK
-"""Two staging buffers, each for the widest state of a block."""
-STATE = 5 * MiB // 2
-"""About half of the state of SHAPES."""
+STAGING = 2 * 12 * BLOCK  # two staging buffers, each for the widest state of a block
+STATE = 5 * MiB // 2  # about half of the state of SHAPES
 
 
 def train(optimizer, params, first=0, steps=5):

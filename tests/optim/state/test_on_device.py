@@ -412,8 +412,7 @@ def test_where_it_cannot_be_it_is_refused(make_adamw):
         OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": cpu, "offload_param": drive}})
 
 
-MAX_OPERATORS, FOR_ALL = 12, 3
-"""For one gradient of at most 16 Mi elements, and for all of them together."""
+MAX_OPERATORS, FOR_ALL = 12, 3  # for one gradient of at most 16 Mi elements, and for all of them together
 
 
 class Counting(TorchDispatchMode):

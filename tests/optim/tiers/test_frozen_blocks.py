@@ -141,8 +141,7 @@ def test_a_base_goes_with_its_tier(alone, tmp_path):
 
 AS_STORED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32)
 
-PACKED = (torch.uint8, torch.float4_e2m1fn_x2)
-"""Two codes of 4 bits each."""
+PACKED = (torch.uint8, torch.float4_e2m1fn_x2)  # two codes of 4 bits each
 
 
 class Quantized(nn.Module):

@@ -115,8 +115,7 @@ for accumulate in ("bf16", "fp32"):
 print(json.dumps(peaks))
 """
 
-SLACK = 4 << 20
-"""Activations, the norm's tables, requests, and what the allocator rounds up."""
+SLACK = 4 << 20  # activations, the norm's tables, requests, and what the allocator rounds up
 
 
 def peaks_of_a_step(path, width, num_blocks):

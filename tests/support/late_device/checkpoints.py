@@ -12,8 +12,7 @@ import torch
 from nvme_offload import get_full_optimizer_state, get_full_param, initialize
 from tests.support.late_device.module import install, late_device
 
-WIDTH, LAYERS = 256, 6
-"""Each layer is a subgroup and a piece of the next one."""
+WIDTH, LAYERS = 256, 6  # each layer is a subgroup and a piece of the next one
 
 
 def run(device: str, folder: Path, section: dict[str, Any], start: Path | None) -> dict[str, Any]:

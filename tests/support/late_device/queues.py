@@ -54,8 +54,7 @@ class Work:
     """Something queued on a stream."""
 
     run: Callable[[], object]
-    touches: Sequence[torch.Tensor] = ()
-    """Memory that it reads or writes, on the host's side of the curtain."""
+    touches: Sequence[torch.Tensor] = ()  # memory that it reads or writes, on the host's side of the curtain
     at_once: bool = False
     """Whether it happens as soon as what is before it in its stream has, though nobody waits for it."""
     stream: Stream | None = field(default=None, init=False)
@@ -73,39 +72,25 @@ class Late:
         self.pending: dict[Work, None] = {}
         self.waits: Counter[str] = Counter()
         """How often threads of the host waited, by what they called; threads of ours apart."""
-        self.num_copies = 0
-        """Copies that were queued between host and device."""
-        self.pinned: dict[int, int] = {}
-        """Bytes that are page-locked, by address."""
-        self.pinned_on: list[int] = []
-        """Number of the device that was current when memory was page-locked."""
-        self.refusals = 0
-        """How many of the next requests to page-lock are refused."""
+        self.num_copies = 0  # copies that were queued between host and device
+        self.pinned: dict[int, int] = {}  # bytes that are page-locked, by address
+        self.pinned_on: list[int] = []  # number of the device that was current when memory was page-locked
+        self.refusals = 0  # how many of the next requests to page-lock are refused
         self.latest_error = 0
-        self.unlocked_early = 0
-        """How often page-locked memory was unlocked before copies from it or to it were done."""
-        self.allocations_left = 0
-        """The allocation of this number is refused, once; 0: none is."""
-        self.warns = False
-        """Whether torch warns of waits: see ``torch.cuda.set_sync_debug_mode``."""
-        self.freed_early = 0
-        """How often memory was given away before what another stream does with it was done."""
+        self.unlocked_early = 0  # how often page-locked memory was unlocked before copies from it or to it were done
+        self.allocations_left = 0  # the allocation of this number is refused, once; 0: none is
+        self.warns = False  # whether torch warns of waits: see ``torch.cuda.set_sync_debug_mode``
+        self.freed_early = 0  # how often memory was given away before what another stream does with it was done
         self.copies_of: Counter[bool] = Counter()
         """Copies between host and device that were queued on a stream that computes (True), or on another one."""
-        self.hasty = False
-        """Whether a stream that somebody waits for runs on to its end, as it may."""
-        self.prompt = False
-        """Whether the streams that compute run at once, as they may, and only others are late."""
-        self.live_bytes = 0
-        """Memory of the device that somebody has."""
+        self.hasty = False  # whether a stream that somebody waits for runs on to its end, as it may
+        self.prompt = False  # whether the streams that compute run at once, as they may, and only others are late
+        self.live_bytes = 0  # memory of the device that somebody has
         self.waiting_bytes = 0
         """Memory that was freed while a stream that was recorded for it had not come so far: nobody gets it yet."""
-        self.peak_bytes = 0
-        """The most of both at once, since it was set to zero."""
-        self.num_landing = 0
-        """How many threads wait for gradients to land."""
-        self.contexts: set[int] = set()
-        """Numbers of the devices on which some thread has opened a context."""
+        self.peak_bytes = 0  # the most of both at once, since it was set to zero
+        self.num_landing = 0  # how many threads wait for gradients to land
+        self.contexts: set[int] = set()  # numbers of the devices on which some thread has opened a context
         self.available = False
 
     @property

@@ -113,8 +113,7 @@ class LateTensor(torch.Tensor):
     """A tensor on the stand-in."""
 
     memory: Memory
-    resized: torch.Tensor | None = None
-    """What it became by ``resize_``: the shape of a wrapper stays."""
+    resized: torch.Tensor | None = None  # what it became by ``resize_``: the shape of a wrapper stays
 
     @staticmethod
     def __new__(cls, store: torch.Tensor, on: Memory | int) -> LateTensor:

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 class Event:
     """Files are known by their inode numbers, names by their paths from the recorded folder."""
 
-    time_ns: int
-    """On the clock of `time.monotonic_ns`, which all processes share."""
+    time_ns: int  # on the clock of `time.monotonic_ns`, which all processes share
 
 
 @dataclass(frozen=True, slots=True)
 class Made(Event):
     path: str
     inode: int
-    kind: str
-    """``file``, ``folder`` or ``link``."""
-    target: str = ""
-    """Where a symbolic link leads."""
+    kind: str  # ``file``, ``folder`` or ``link``
+    target: str = ""  # where a symbolic link leads
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +40,8 @@ class Wrote(Event):
     inode: int
     offset: int
     data: bytes
-    durable: bool
-    """Through a descriptor with O_DSYNC or O_SYNC: the drive has it when the call returns."""
-    token: int | None = None
-    """Of a transfer that goes on after the call, until `Completed` says that it is done."""
+    durable: bool  # through a descriptor with O_DSYNC or O_SYNC: the drive has it when the call returns
+    token: int | None = None  # of a transfer that goes on after the call, until `Completed` says that it is done
 
     def __str__(self) -> str:
         return f"Wrote {len(self.data)} bytes at {self.offset} of inode {self.inode}"
@@ -74,10 +69,8 @@ class Allocated(Event):
 @dataclass(frozen=True, slots=True)
 class Synced(Event):
     inode: int
-    what: str
-    """The path of what was synced."""
-    caller: str
-    """Where in the code it was asked for, and by whom."""
+    what: str  # the path of what was synced
+    caller: str  # where in the code it was asked for, and by whom
 
 
 @dataclass(frozen=True, slots=True)

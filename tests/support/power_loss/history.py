@@ -24,14 +24,11 @@ from tests.support.power_loss.events import (
     Wrote,
 )
 
-SECTORS = (512, 4096)
-"""What a drive writes whole or not at all, in bytes: a seed chooses one."""
+SECTORS = (512, 4096)  # what a drive writes whole or not at all, in bytes: a seed chooses one
 
-STALE = 0xA5
-"""What may stand where a file grew and its bytes are lost, beside zeros."""
+STALE = 0xA5  # what may stand where a file grew and its bytes are lost, beside zeros
 
-Image = dict[str, "bytes | Symlink | None"]
-"""Paths with what is there; None: a folder."""
+Image = dict[str, "bytes | Symlink | None"]  # paths with what is there; None: a folder
 
 
 @dataclass(frozen=True)
@@ -82,14 +79,10 @@ class Change:
     """Something that is on the drive or not, whatever else is."""
 
     node: Node
-    at: int
-    """Index of the event that made it."""
-    token: int | None = field(default=None, kw_only=True)
-    """Of the transfer that makes it and is not known to be done."""
-    durable_at: float = field(default=float("inf"), kw_only=True)
-    """Index of the event from which on it is on the drive."""
-    needs: Change | None = field(default=None, kw_only=True)
-    """A change without which it is not there."""
+    at: int  # index of the event that made it
+    token: int | None = field(default=None, kw_only=True)  # of the transfer that makes it and is not known to be done
+    durable_at: float = field(default=float("inf"), kw_only=True)  # index of the event from which on it is on the drive
+    needs: Change | None = field(default=None, kw_only=True)  # a change without which it is not there
 
     @property
     def begins(self) -> int:
@@ -128,10 +121,8 @@ class Bytes(Change):
 @dataclass(eq=False)
 class Length(Change):
     size_bytes: int
-    exact: bool
-    """Whether a longer file becomes shorter."""
-    zeros: bool = False
-    """Whether what it grows by is zeros for certain."""
+    exact: bool  # whether a longer file becomes shorter
+    zeros: bool = False  # whether what it grows by is zeros for certain
 
     def __str__(self) -> str:
         return f"length {self.size_bytes}"
@@ -141,12 +132,9 @@ class Length(Change):
 class Crash:
     """One thing that the drive may hold."""
 
-    at: int
-    """Index of the last event before it; -1: before the first."""
-    marks: tuple[str, ...]
-    """Names of the moments that had passed."""
-    what: str
-    """The event, and which of the changes that nothing covered are there."""
+    at: int  # index of the last event before it; -1: before the first
+    marks: tuple[str, ...]  # names of the moments that had passed
+    what: str  # the event, and which of the changes that nothing covered are there
     image: Image
 
     def restore(self, folder: Path) -> Path:

@@ -26,8 +26,7 @@ from tests.support.simulator.subjects import SUBJECTS
 from tests.support.simulator.subjects.checkpoint import MODES, make_group, training
 from tests.support.simulator.world import World
 
-PATIENCE = 60.0
-"""Seconds of a real clock after which a case counts as hung. The slowest takes a quarter of one."""
+PATIENCE = 60.0  # seconds of a real clock after which a case counts as hung. The slowest takes a quarter of one.
 _WARM_UP = range(-40, 0)
 _MOST_ATTEMPTS = 150
 
@@ -42,10 +41,8 @@ class Report:
 
     num_seeds: int = 0
     seconds: float = 0.0
-    violations: dict[int, str] = field(default_factory=dict)
-    """What was wrong, by seed."""
-    courses: dict[int, list[int]] = field(default_factory=dict)
-    """What `run_case` says of each seed that ended well."""
+    violations: dict[int, str] = field(default_factory=dict)  # what was wrong, by seed
+    courses: dict[int, list[int]] = field(default_factory=dict)  # what `run_case` says of each seed that ended well
 
 
 def prepare() -> None:

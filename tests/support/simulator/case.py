@@ -29,8 +29,7 @@ class Call:
     """One call into a subject."""
 
     name: str
-    number: int
-    """Decides what the subject leaves open."""
+    number: int  # decides what the subject leaves open
     strike: Strike | None = None
 
 
@@ -45,8 +44,7 @@ class Case:
     preemption: str
     calls: tuple[Call, ...]
     faults: tuple[DriveFault, ...]
-    full_at: tuple[int, ...]
-    """Numbers of the allocations that find the drive full."""
+    full_at: tuple[int, ...]  # numbers of the allocations that find the drive full
 
     def keeping(self, calls: Sequence[int], num_faults: Sequence[int]) -> Case:
         """With these calls and faults alone, by place."""

@@ -17,20 +17,17 @@ from nvme_offload.aio_native.requests import Request
 from tests.support.simulator.primitives import world
 
 SECTOR_BYTES = 4096
-_POISON = 0xA5
-"""What the memory of a read holds until its completion: nobody may look at it."""
+_POISON = 0xA5  # what the memory of a read holds until its completion: nobody may look at it
 
 
 @dataclass(frozen=True)
 class DriveFault:
     """What befalls `count` requests from the `first` on."""
 
-    kind: str
-    """``short``, ``eintr``, ``eagain``, ``eio``, ``enospc`` (writes only), or ``flip``: other bytes, no error."""
+    kind: str  # ``short``, ``eintr``, ``eagain``, ``eio``, ``enospc`` (writes only), or ``flip``: other bytes, no error
     first: int
     count: int
-    op: Op | None = None
-    """None: requests of both directions."""
+    op: Op | None = None  # none: requests of both directions
 
 
 @dataclass(eq=False)
@@ -48,10 +45,8 @@ class Drive:
     """
 
     def __init__(self, faults: Iterable[DriveFault], draw: random.Random) -> None:
-        self.well = False
-        """Whether it is to be well from now on."""
-        self.struck: set[str] = set()
-        """The errors that it has answered with, by kind."""
+        self.well = False  # whether it is to be well from now on
+        self.struck: set[str] = set()  # the errors that it has answered with, by kind
         self.num_requests = 0
         self._faults = list(faults)
         self._draw = draw

@@ -29,10 +29,8 @@ from tests.support.simulator.primitives import SimpleQueue, Threading, Time, wor
 _REAL = ("interrupt", "peers", "aiofiles_engine", "uring", "pyuring")
 """Modules that keep real threads and time: they look at the main thread, at other processes, or are not used."""
 
-regions: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Host memory that is mapped now."""
-allocations: list[Callable[[], bool]] = []
-"""Asked whether this allocation on the drive finds it full."""
+regions: weakref.WeakSet[Any] = weakref.WeakSet()  # host memory that is mapped now
+allocations: list[Callable[[], bool]] = []  # asked whether this allocation on the drive finds it full
 
 
 def install() -> None:

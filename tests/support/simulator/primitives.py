@@ -8,8 +8,7 @@ from typing import Any
 
 from tests.support.simulator.world import Thread, World
 
-_worlds: list[World] = []
-"""The one world that there is, if there is one."""
+_worlds: list[World] = []  # the one world that there is, if there is one
 
 
 def world() -> World:

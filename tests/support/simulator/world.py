@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_STEPS = 200_000
-"""Hand-overs after which a case counts as hung. The longest take a few thousand."""
+MAX_STEPS = 200_000  # hand-overs after which a case counts as hung. The longest take a few thousand.
 
 _NS = 10**9
 
@@ -23,10 +22,8 @@ class Thread:
     """A thread of the world: it runs while it holds the baton."""
 
     name: str
-    gate: threading.Lock = field(default_factory=threading.Lock)
-    """Opened by whoever hands the baton over."""
-    ready: Callable[[], bool] | None = None
-    """What it waits for; None: it could go on."""
+    gate: threading.Lock = field(default_factory=threading.Lock)  # opened by whoever hands the baton over
+    ready: Callable[[], bool] | None = None  # what it waits for; None: it could go on
     deadline_ns: int | None = None
     finished: bool = False
     waits_for: str = ""
@@ -48,14 +45,10 @@ class World:
         self.now_ns = 1
         self.num_steps = 0
         self.restlessness = restlessness
-        self.events: list[Callable[[], bool]] = []
-        """What happens by itself: each makes one thing happen, or says False."""
-        self.drive: Any = None
-        """The drive of the world's engines."""
-        self.trace: Callable[..., object] | None = None
-        """Trace function of the threads that are started from here on."""
-        self.deaths: list[BaseException] = []
-        """What threads ended with."""
+        self.events: list[Callable[[], bool]] = []  # what happens by itself: each makes one thing happen, or says False
+        self.drive: Any = None  # the drive of the world's engines
+        self.trace: Callable[..., object] | None = None  # trace function of the threads that are started from here on
+        self.deaths: list[BaseException] = []  # what threads ended with
         self.on_wait: Callable[[], None] | None = None
         """Called when the first thread begins to wait; may raise, as a signal handler does."""
         self._first = self._current = Thread("main")

@@ -8,8 +8,7 @@ from nvme_offload import CorruptionError, SwapIOError
 from tests.support.simulator.case import Call
 from tests.support.simulator.run import Player
 
-NAMED = (SwapIOError, CorruptionError)
-"""Errors that name what failed."""
+NAMED = (SwapIOError, CorruptionError)  # errors that name what failed
 
 
 def aio_options(draw: random.Random) -> dict[str, Any]:
@@ -24,10 +23,8 @@ def aio_options(draw: random.Random) -> dict[str, Any]:
 class Subject:
     """Makes the calls of a case, in turn, and checks what comes of them."""
 
-    weight = 1
-    """How often cases have this subject, beside the others."""
-    calls: dict[str, int]
-    """Names of the calls with their weights; each is a method ``do_NAME(draw, strike)``."""
+    weight = 1  # how often cases have this subject, beside the others
+    calls: dict[str, int]  # names of the calls with their weights; each is a method ``do_NAME(draw, strike)``
     most_calls = 12
 
     def __init__(self, player: Player) -> None:

@@ -28,8 +28,7 @@ LEFTOVERS = {f"{tag}{suffix}" for tag in ("a", "b") for suffix in (PARTIAL, REPL
 """What a save that was cut short may leave, until the next one."""
 MODES: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 MOST_STEPS = 6
-SHARD_BYTES = 300
-"""Of an exported file: several for the model."""
+SHARD_BYTES = 300  # of an exported file: several for the model
 
 
 class Model(nn.Module):
@@ -121,8 +120,7 @@ class CheckpointSubject(Subject):
         self.num_disks = 0
         self.training = training(self.options["mode"])
         self.patience = self.options["patience"]
-        self.saved: dict[str, int] = {}
-        """Positions by tag."""
+        self.saved: dict[str, int] = {}  # positions by tag
         self.latest: str | None = None
         self.exported: int | None = None
         self.position = 0
