@@ -37,7 +37,7 @@ def export_safetensors(
     """
     tensors = dict(weight_items(model))
 
-    def stored(name: str, wanted: torch.dtype) -> torch.Tensor:
+    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return on_every_rank(partial(_cast, name, tensors[name], wanted), group)
 
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -86,7 +86,7 @@ def dtypes_in_files(
 def write_weights(
     folder: Path,
     tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
-    stored: Callable[[str, torch.dtype], torch.Tensor],
+    stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
     group: dist.ProcessGroup | None = None,
@@ -95,12 +95,8 @@ def write_weights(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
     items = [(name, torch.empty(shape, dtype=dtypes[name], device="meta")) for name, (shape, _) in tensors.items()]
-
-    def value_of(name: str, shaped: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        return stored(name, wanted)
-
     try:
-        return write_sharded(folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=value_of, group=group)
+        return write_sharded(folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=stored, group=group)
     except SwapIOError:  # of a tier, and it says so itself
         raise
     except HalfRenamedError as error:

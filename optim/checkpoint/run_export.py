@@ -44,7 +44,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
     dtypes = dtypes_in_files(dtype, {name: param.dtype for name, param in params.items()}, tensors)
     weights = _Weights(step, COMPUTED if torch.bfloat16 in dtypes.values() else "master")
 
-    def stored(name: str, wanted: torch.dtype) -> torch.Tensor:
+    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         if name in params:
             return weights.whole(name, params[name], wanted)
         return checked_cast(name, buffers[name], wanted)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.precision.parameter import ParameterPrecision
+from nvme_offload.optim.precision.parameter import NAMES, ParameterPrecision
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", None: "autocast"}
 _MASTERS = {MasterForm.SPLIT: "split", MasterForm.FULL: "full fp32", MasterForm.ITSELF: "itself"}
 _COLUMNS = ("storage", "compute", "gather", "reduce", "accumulate", "master")
 
@@ -51,7 +50,7 @@ class PlanRow:
 
 def name_of(dtype: torch.dtype | None) -> str:
     """Return the name of a dtype in the plan; None is what autocast chooses."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return "autocast" if dtype is None else NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def name_pattern(name: str, most: int = 0) -> str:

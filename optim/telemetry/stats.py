@@ -238,19 +238,10 @@ def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
 
 GAUGES = frozenset(
     {
-        *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "total_norm"),
-        *(
-            "committed_step",
-            "checkpoint_progress",
-            "rewrite_every",
-            "written_per_day",
-            "days_of_life",
-            "clip_coef",
-            "param_host_bytes",
-            "grad_host_bytes",
-            "device_state_bytes",
-            *_of_iteration(None),
-        ),
+        *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "device_state_bytes"),
+        *("param_host_bytes", "grad_host_bytes", "total_norm", "clip_coef", "committed_step", "checkpoint_progress"),
+        *("rewrite_every", "written_per_day", "days_of_life"),
+        *_of_iteration(None),
     }
 )
 """Scalars that go up and down; the others count."""

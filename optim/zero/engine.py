@@ -33,7 +33,7 @@ from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
-from nvme_offload.optim.zero.micro_batches import MicroBatches
+from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.schedulers import take_on_groups
 from nvme_offload.optim.zero.update import Update
@@ -311,13 +311,12 @@ class OffloadEngine(CheckpointEngine):
         except ValueError as error:
             self._peers.tell("accumulate", error, goes_on=True)
             raise
-        losses = self._micro_batches.go_through(
-            loss_of, batches, self._begin_backward, self._drop_gradients, self.optimizer.catch_up
-        )
+        step = WholeStep(loss_of, batches, self._begin_backward, self._drop_gradients, self.optimizer.catch_up)
+        losses = self._micro_batches.go_through(step)
         return self._one_by_one(loss_of, batches) if losses is None else losses
 
     def _begin_backward(self, loss: torch.Tensor | None, is_last: bool, is_final: bool) -> torch.Tensor | None:
-        """Before backward through a part of the model: see `MicroBatches.go_through`."""
+        """Before backward through a part of the model: see `WholeStep`."""
         self.optimizer.expect_step(is_last and is_final, by_turns=True)
         self._set_sync(waits=self._accumulation.reduces_once and not is_last)
         if loss is None:

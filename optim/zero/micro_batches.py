@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,19 @@ from nvme_offload.optim.zero.block_call import Keeper, KeptInMemory, random_stat
 from nvme_offload.optim.zero.passes import Passes
 
 logger = logging.getLogger(__name__)
+
+
+class WholeStep(NamedTuple):
+    """All micro-batches of a step, and what their engine does around passes."""
+
+    loss_of: Callable[[Any], torch.Tensor]
+    micro_batches: Sequence[Any]
+    begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None]
+    """A `BeginBackward` that is told, too, whether gradients are final where the micro-batch is the last."""
+    begin_anew: Callable[[], None]
+    """Drops the gradients of the step."""
+    catch_up: Callable[[], None]
+    """It is called where backward has come to the end of a block."""
 
 
 class MicroBatches:
@@ -54,27 +67,18 @@ class MicroBatches:
         self._hides_in_backward = config.overlap_step == "backward"
         self._blocks: BlockByBlock | None = None
 
-    def go_through(
-        self,
-        loss_of: Callable[[Any], torch.Tensor],
-        micro_batches: Sequence[Any],
-        begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
-        begin_anew: Callable[[], None],
-        catch_up: Callable[[], None],
-    ) -> list[torch.Tensor] | None:
+    def go_through(self, step: WholeStep) -> list[torch.Tensor] | None:
         """Run forward and backward of all micro-batches block by block; return their losses.
 
         Return None where the model has to be computed in the other order: then nothing has happened. BlockOrderError,
-        if the section asks for this one. `begin_backward` is a `BeginBackward` that is told, too, whether gradients are
-        final where the micro-batch is the last; `begin_anew` drops the gradients of the step; `catch_up` is called
-        where backward has come to the end of a block.
+        if the section asks for this one.
         """
         if not self.is_vertical:
             return None
         device = current_of(self._mesh.device_type)
         states = random_states(device)
         try:
-            return self._block_by_block(loss_of, micro_batches, begin_backward, begin_anew, catch_up, device)
+            return self._block_by_block(step, device)
         except BlockOrderError as error:
             if self._is_asked or not self._passes.can_go_on:
                 error.add_note('micro_batch_order = "horizontal" computes the model as it is')
@@ -88,29 +92,26 @@ class MicroBatches:
         )
         return None
 
-    def _block_by_block(
-        self,
-        loss_of: Callable[[Any], torch.Tensor],
-        micro_batches: Sequence[Any],
-        begin_backward: Callable[[torch.Tensor | None, bool, bool], torch.Tensor | None],
-        begin_anew: Callable[[], None],
-        catch_up: Callable[[], None],
-        device: torch.device,
-    ) -> list[torch.Tensor]:
-        with self._passes.run("accumulate", begin_anew, self._accumulation.is_complete):
+    def _block_by_block(self, step: WholeStep, device: torch.device) -> list[torch.Tensor]:
+        with self._passes.run("accumulate", step.begin_anew, self._accumulation.is_complete):
             if self._blocks is None:
                 self._blocks = BlockByBlock(self._root, self._layers, device, self._keeper)
                 logger.info("micro-batches go block by block, through %d blocks", len(self._layers))
             blocks = self._blocks
             has_looked = blocks.has_looked  # no update begins before it is known that nothing is to be done again
-            with _Stopping(blocks):
-                blocks.forward(loss_of, micro_batches, lambda loss, last: begin_backward(loss, last, has_looked))
+            try:
+                blocks.forward(
+                    step.loss_of, step.micro_batches, lambda loss, last: step.begin_backward(loss, last, has_looked)
+                )
                 if not has_looked:
                     self._check_ranks(blocks.names_of_calls)
                 is_final = has_looked and self._hides_in_backward
                 with DeferredInterrupt() if is_final else nullcontext():
-                    losses = blocks.backward(catch_up)
+                    losses = blocks.backward(step.catch_up)
                     self._accumulation.end_whole()
+            except BaseException:
+                blocks.stop()
+                raise
         return losses
 
     def _check_ranks(self, names: Sequence[str]) -> None:
@@ -121,14 +122,3 @@ class MicroBatches:
                 raise BlockOrderError(
                     RuntimeError(f"rank {rank} has gone through other blocks: {others} and not {list(names)}")
                 )
-
-
-class _Stopping(AbstractContextManager[None]):
-    """After an exception nothing of a run is left."""
-
-    def __init__(self, blocks: BlockByBlock) -> None:
-        self._blocks = blocks
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._blocks.stop()
