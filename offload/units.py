@@ -43,6 +43,11 @@ def parse_bytes_per_day(value: str) -> int:
     return size_bytes
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is no less than a value."""
+    return -(-value // multiple) * multiple
+
+
 def format_bytes(size_bytes: int) -> str:
     """Show a capacity: ``8 GiB``, ``1.5 MiB``, ``17 B``. `parse_bytes` reads it back, to two decimals."""
     for name, unit in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):

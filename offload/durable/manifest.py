@@ -29,6 +29,7 @@ from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, SwapIOErro
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
 from nvme_offload.offload.sync import sync_file, sync_folder
+from nvme_offload.offload.units import round_up
 
 MAX_FILES = 17
 """A run has at most so many manifests: the newest, and those that it can go back to."""
@@ -198,7 +199,7 @@ class ManifestFiles:
         sequences = [0 if held is None else held.sequence for held in self._held]
         place = sequences.index(min(sequences))
         content = manifest.encode()
-        size_bytes = -(-len(content) // _BLOCK_BYTES) * _BLOCK_BYTES
+        size_bytes = round_up(len(content), _BLOCK_BYTES)
         self._make_room(place, size_bytes)
         self._held[place] = None
         try:
@@ -228,7 +229,7 @@ class ManifestFiles:
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
             try:
-                _promise(fd, path, -(-int(size_bytes * _GROWTH) // _BLOCK_BYTES) * _BLOCK_BYTES)
+                _promise(fd, path, round_up(int(size_bytes * _GROWTH), _BLOCK_BYTES))
             except OutOfSpaceError:
                 _promise(fd, path, size_bytes)
             sync_file(fd)

@@ -20,6 +20,7 @@ import torch
 
 from nvme_offload.offload.errors import CorruptionError
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.offload.units import round_up
 
 SUMMED_BYTES = 256 << 10
 """Bytes of state, or of the tail, that one checksum covers: those of `aio.checksums` elsewhere."""
@@ -41,7 +42,7 @@ class ExtentLayout:
     @property
     def state_span(self) -> int:
         """Bytes to read in training: the state, rounded up."""
-        return self._rounded(self.state_bytes)
+        return round_up(self.state_bytes, self.alignment)
 
     @property
     def tail_at(self) -> int:
@@ -51,12 +52,13 @@ class ExtentLayout:
     @property
     def trailer_at(self) -> int:
         """Return where the trailer begins."""
-        return self.tail_at + self._rounded(self.tail_bytes)
+        return self.tail_at + round_up(self.tail_bytes, self.alignment)
 
     @property
     def trailer_bytes(self) -> int:
         """Bytes of the trailer, rounded up."""
-        return self._rounded(_HEADER.size + 8 * (num_sums(self.state_bytes) + num_sums(self.tail_bytes)))
+        sums = num_sums(self.state_bytes) + num_sums(self.tail_bytes)
+        return round_up(_HEADER.size + 8 * sums, self.alignment)
 
     @property
     def size_bytes(self) -> int:
@@ -67,9 +69,6 @@ class ExtentLayout:
     def parts(self) -> tuple[int, int]:
         """Return what is striped over the paths by itself: what is read alone, and the rest."""
         return self.state_span, self.size_bytes - self.state_span
-
-    def _rounded(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.alignment) * self.alignment
 
 
 def num_sums(size_bytes: int) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from nvme_offload.offload.errors import ClosedError
 from nvme_offload.offload.host.region import MAX_REGISTERED_BYTES, HostRegion
+from nvme_offload.offload.units import round_up
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a release and the word of it
 
@@ -70,7 +71,7 @@ class BufferPool:
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         page = HostRegion(1).size_bytes
-        self.buffer_bytes = -(-buffer_bytes // page) * page
+        self.buffer_bytes = round_up(buffer_bytes, page)
         self.num_buffers = num_buffers
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
         places = [

@@ -22,7 +22,7 @@ import torch
 
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.devices.device import page_lock, page_unlock
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 """Bytes of a huge page, on x86-64 and, with 4 KiB pages, on arm64."""
@@ -43,7 +43,7 @@ class HostRegion:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = max(-(-size_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        self.size_bytes = round_up(max(size_bytes, 1), mmap.PAGESIZE)
         huge = self.size_bytes >= HUGE_PAGE_BYTES
         mapped_bytes = self.size_bytes + (HUGE_PAGE_BYTES if huge else 0)  # the slack is address space, never touched
         try:

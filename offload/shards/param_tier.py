@@ -29,7 +29,7 @@ from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
 from nvme_offload.offload.storage.tier import Memory, Tier
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes, round_up
 
 KIND = "parameters"
 """The bytes of this tier are counted as this."""
@@ -267,7 +267,7 @@ def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int],
     offsets, end = [], 0
     for numel, dtype in tensors:
         offsets.append(end)
-        end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        end += round_up(numel * dtype.itemsize, _ALIGNMENT)
     return offsets, max(end, _ALIGNMENT)
 
 

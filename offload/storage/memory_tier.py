@@ -19,7 +19,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Extent, Stripe
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes, round_up
 
 NO_FILE = -1
 """Descriptor of stripes that are in no file."""
@@ -139,7 +139,7 @@ class DeviceRegion:
     """Memory of a device."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size_bytes = round_up(size_bytes, mmap.PAGESIZE)
         self._bytes = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:

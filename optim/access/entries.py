@@ -25,26 +25,22 @@ from nvme_offload.optim.tiers.parts import drop_gathered
 def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
     """Return copies of state entries by parameter index and name, reading every subgroup at most once."""
     with body.at_rest():
-        return _read_entries(body, wanted)
-
-
-def _read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:
-    body.check(Need.STATE)
-    body.table.check_layouts()
-    flat = {
-        index: {name: _room_for(body, index, name) for name in names if name != "step"}
-        for index, names in wanted.items()
-    }
-    slots = body.slots_of(wanted)
-    values = LiveValues(body, ahead=slots)
-    for slot in tracked("reading the state", slots, _size_of):
-        for run in slot.subgroup.runs:
-            for name, target in flat.get(run.param, {}).items():
-                target[run.start : run.stop] = values.read(slot, run, name)
-    return {
-        index: {name: _as_entry(body.table[index], values) for name, values in entries.items()}
-        for index, entries in flat.items()
-    }
+        body.check(Need.STATE)
+        body.table.check_layouts()
+        flat = {
+            index: {name: _room_for(body, index, name) for name in names if name != "step"}
+            for index, names in wanted.items()
+        }
+        slots = body.slots_of(wanted)
+        values = LiveValues(body, ahead=slots)
+        for slot in tracked("reading the state", slots, _size_of):
+            for run in slot.subgroup.runs:
+                for name, target in flat.get(run.param, {}).items():
+                    target[run.start : run.stop] = values.read(slot, run, name)
+        return {
+            index: {name: _as_entry(body.table[index], values) for name, values in entries.items()}
+            for index, entries in flat.items()
+        }
 
 
 def _size_of(slot: SlotRecord) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.slots import SlotRecord
@@ -78,7 +79,7 @@ def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
     Raises:
         OSError: there is no room for it.
     """
-    starts = [0, *accumulate(-(-place.size_bytes // _ASIDE_ALIGNMENT) * _ASIDE_ALIGNMENT for place in places)]
+    starts = [0, *accumulate(round_up(place.size_bytes, _ASIDE_ALIGNMENT) for place in places)]
     if starts[-1] == 0:
         return [InMemory(place.read().clone()) for place in places]
     with TemporaryFile(dir=folder) as file:

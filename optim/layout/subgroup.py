@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.layout.master import (
     FORM_OF_DTYPE,
     MASTER_DTYPE,
@@ -77,7 +78,7 @@ class Subgroup:
     def padded_numel(self) -> int:
         """Elements of one section of the subgroup, padding included."""
         last = self.runs[-1]
-        return last.at + _round_up(last.numel, _RUN_ALIGNMENT)
+        return last.at + round_up(last.numel, _RUN_ALIGNMENT)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -161,10 +162,10 @@ def plan_subgroups(
             close()
             current = kind
             itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states) + param.log_itemsize
-            capacity = min(max_bytes // max(itemsize, 1), _round_up(max_numel, TILE_NUMEL))
+            capacity = min(max_bytes // max(itemsize, 1), round_up(max_numel, TILE_NUMEL))
         start = 0
         while start < param.numel:
-            at = pending[-1].at + _round_up(pending[-1].numel, _RUN_ALIGNMENT) if pending else 0
+            at = pending[-1].at + round_up(pending[-1].numel, _RUN_ALIGNMENT) if pending else 0
             numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at)
             if numel == 0:
                 close()
@@ -177,10 +178,6 @@ def plan_subgroups(
 
 def _fitting(wanted: int, room: int) -> int:
     """Return the elements of a run that fit: all of them, or as many whole tiles as there is room for."""
-    if _round_up(wanted, _RUN_ALIGNMENT) <= room:
+    if round_up(wanted, _RUN_ALIGNMENT) <= room:
         return wanted
     return max(0, room) // TILE_NUMEL * TILE_NUMEL
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

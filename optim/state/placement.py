@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
-from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.offload.units import MiB, format_bytes, round_up
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -104,7 +104,7 @@ class StatePlacement:
         needed_bytes += self._sealed_beside(needed_bytes)
         if not rule.whole or not self._on_nvme or needed_bytes <= share:
             return
-        least = format_bytes(-(-needed_bytes // MiB) * MiB * section.buffer_count)
+        least = format_bytes(round_up(needed_bytes, MiB) * section.buffer_count)
         what = (
             f"{rule.name} needs matrices whole, and the state of {name} ({format_bytes(needed_bytes)}) is larger than"
         )
@@ -167,8 +167,8 @@ class StatePlacement:
         return ("device", *usual) if may_stay else usual
 
     def _unit(self, subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:
-        size_bytes = -(-self.size_bytes(subgroup) // page) * page
-        read_bytes = -(-subgroup.size_bytes // page) * page
+        size_bytes = round_up(self.size_bytes(subgroup), page)
+        read_bytes = round_up(subgroup.size_bytes, page)
         return Unit(f"subgroup {subgroup.index}", KIND, size_bytes, read_bytes, size_bytes, tiers)
 
     def _check_staging_budget(self) -> None:
@@ -200,7 +200,7 @@ class StatePlacement:
         shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
             ' (what "auto" found)' if self._is_found else ""
         )
-        needed = format_bytes(-(-plan.bytes_on("host") // MiB) * MiB)
+        needed = format_bytes(round_up(plan.bytes_on("host"), MiB))
         buffers = {unit.name: format_bytes(unit.size_bytes) for unit in plan.units_on("host", STAGING)}
         of_blocks = [f"{name} {size}" for name, size in buffers.items() if not name.endswith(KIND)]
         if not self._on_nvme:

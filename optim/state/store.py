@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.storage.tier_plan import Tier as TierName
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes, round_up
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
@@ -119,10 +119,6 @@ class StateStore(StepState):
         """Begin a load, which gives up a run that was found. ResumeError: that run is of another model."""
         self.durability.begin_load(slot.subgroup for slot in self.slots)
         super().begin_load()
-
-    def add_params(self, group: int, rule: UpdateRule, params: Mapping[torch.Tensor, str]) -> list[ParamRecord]:
-        """Take parameters on, with their names, without giving them a place yet."""
-        return [self.table.add(leaf, name, group, rule) for leaf, name in params.items()]
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
         """Give parameters whose state has no place yet one; see `StateBody`."""
@@ -355,7 +351,7 @@ class StateStore(StepState):
             page = self.tier.alignment
             largest = max(map(self._placement.size_bytes, subgroups), default=0)
             num_buffers = self._placement.num_buffers(self._visiting(subgroups), may_stay=True)
-            staging = num_buffers * max(self.pool.buffer_bytes, -(-largest // page) * page)
+            staging = num_buffers * max(self.pool.buffer_bytes, round_up(largest, page))
         if self._devices:
             staging += DeviceMirror.BYTES_PER_ELEMENT * self._largest_numel(subgroups)
         on_device = self._params_stay_on_device

@@ -41,7 +41,7 @@ def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], numbe
     new = new_params(rule, group, number, store.table)
     for leaf, name in new.items():
         check_not_elsewhere(store, leaf, name)
-    return store.add_params(number, rule.of(group), new)
+    return [store.table.add(leaf, name, number, rule.of(group)) for leaf, name in new.items()]
 
 
 def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:

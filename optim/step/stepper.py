@@ -280,7 +280,7 @@ class Stepper:
     def _divided(
         self, slots: list[SlotRecord], grads: Mapping[int, torch.Tensor]
     ) -> tuple[list[SlotRecord], list[SlotRecord]]:
-        """Subgroups in the order of this step: those that are updated inside it, and those behind it.
+        """Return subgroups in the order of this step: those that are updated inside it, and those behind it.
 
         Behind it are those of which every reader of a parameter waits for the update; not those that a device
         updates, for which nobody has to wait.

@@ -1,13 +1,12 @@
-"""A parameter of a plain module while its update is done behind a step: whoever reads it waits.
+"""Let whoever reads a parameter of a plain module wait while its update is done behind a step.
 
-What may come between two instructions --------------------------------------
 The class of a parameter says whether its readers wait, and nothing else: one that is of the waiting class, and has no
-update before it, is read at once. So the class may stay too long, and nothing has to be undone. Too early it must not
-go:
+update before it, is read at once. So the class may stay too long, and nothing has to be undone, whatever comes between
+two instructions. It must not go too early:
 
 1. It comes before the update can begin: before the worker gets the job, or the gradient.
-2. It goes when the update is done, and only by who owns the state: in a shift of the worker, or with that kept away.
-   A reader never puts it back: another step may have begun between his look and that.
+2. It goes when the update is done, and only whoever owns the state takes it: in a shift of the worker, or with that
+   kept away. A reader never puts it back: another step may have begun between its look and that.
 """
 
 from __future__ import annotations

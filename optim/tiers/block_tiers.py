@@ -377,9 +377,9 @@ class BlockTiers:
 
     def _divided(self, admitted: Admission, kind: str) -> list[tuple[list[GatherGroup], bool]]:
         """Return the groups whose blocks of a kind are on NVMe, then those whose are kept in memory beside a device."""
-        groups = {group: self._placed[kind][group].tiers == ("nvme",) for group in admitted.groups_of(kind)}
-        moving = [group for group, moves in groups.items() if moves]
-        return [(moving, False), ([group for group, moves in groups.items() if not moves and group.is_on_device], True)]
+        groups = admitted.groups_of(kind)
+        moving = [group for group in groups if self._placed[kind][group].tiers == ("nvme",)]
+        return [(moving, False), ([group for group in groups if group not in moving and is_device(group.device)], True)]
 
     def _refuse(self) -> None:
         name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"

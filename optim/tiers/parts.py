@@ -89,11 +89,6 @@ class GatherGroup:
         return next((parts.device for parts in self.parts), HOST)
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether that is a device beside the CPU."""
-        return is_device(self.device)
-
-    @property
     def partitions(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The parameters that have gradients, and the dtype that those are accumulated in."""
         pairs = zip(self.params, self.parts, strict=True)

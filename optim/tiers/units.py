@@ -12,6 +12,7 @@ from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 
 STAGING = "staging buffers"
@@ -23,7 +24,7 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
 
     `name` and `forms` are of the group that FSDP2 gathers together. Extents are rounded up to `page` bytes.
     """
-    size_bytes = _rounded(block_layout((form.numel, form.dtype) for form in forms)[1], page)
+    size_bytes = round_up(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
     reads = gathers * config.rounds + trainable
     choice: tuple[Tier, ...] = _choice(config) if config.zero_optimization.offload_param.device == "nvme" else ("host",)
@@ -48,7 +49,7 @@ def grad_unit(
 
     Every micro-batch writes it, all but the first read it, and so does the update.
     """
-    size_bytes = _rounded(block_layout(partitions)[1], page)
+    size_bytes = round_up(block_layout(partitions)[1], page)
     moved = size_bytes * config.rounds if partitions else 0
     choice: tuple[Tier, ...] = _choice(config) if config.offload_gradients.device == "nvme" else ("host",)
     return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, choice)
@@ -68,7 +69,3 @@ def staging_unit(
 
 def _choice(config: OffloadConfig) -> tuple[Tier, ...]:
     return ("nvme",) if config.host_budget is None else ("host", "nvme")
-
-
-def _rounded(size_bytes: int, page: int) -> int:
-    return -(-size_bytes // page) * page

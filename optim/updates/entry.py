@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.kernels import LoggedStep, make_logged_step
 from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
 from nvme_offload.optim.layout.subgroup import Subgroup
@@ -51,18 +52,18 @@ class EntryFormat:
     @property
     def offsets_at(self) -> int:
         """Return where the offsets of tiles begin."""
-        return _rounded(_HEADER.itemsize + len(self.numels) * _RECORD.itemsize)
+        return round_up(_HEADER.itemsize + len(self.numels) * _RECORD.itemsize, _LINE)
 
     @property
     def data_at(self) -> int:
         """Return where gradients begin."""
-        return _rounded(self.offsets_at + 16 * sum(map(num_tiles, self.numels)))
+        return round_up(self.offsets_at + 16 * sum(map(num_tiles, self.numels)), _LINE)
 
     @property
     def most_bytes(self) -> int:
         """The bytes of an entry with every gradient, and no parameter that was found changed."""
         tiles = [min(TILE_NUMEL, numel - first) for numel in self.numels for first in range(0, numel, TILE_NUMEL)]
-        return self.data_at + sum(_rounded(tile * self.grad_itemsize) for tile in tiles)
+        return self.data_at + sum(round_up(tile * self.grad_itemsize, _LINE) for tile in tiles)
 
     def begin(self, memory: Memory) -> None:
         """Make an entry in which no run has a gradient yet."""
@@ -146,7 +147,3 @@ class PartOfMemory:
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """Return a 1D tensor [numel] over the bytes from `byte_offset`."""
         return self.memory.view(dtype, self.start + byte_offset, numel)
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // _LINE) * _LINE

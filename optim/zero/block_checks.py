@@ -15,6 +15,7 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, check_block_sizes
 from nvme_offload.offload.shards.stored import Padded
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.birth.birth import is_on_meta
 from nvme_offload.optim.layout.subgroup import plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
@@ -63,7 +64,7 @@ def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *,
     largest = max((subgroup.size_bytes for subgroup in subgroups), default=0)
     is_staged = config.zero_optimization.offload_optimizer.device == "nvme"
     num_buffers = placement.num_buffers(subgroups, may_stay=True) if is_staged else 0
-    placement.plan([], subgroups, num_buffers * -(-largest // page) * page, page, units)
+    placement.plan([], subgroups, num_buffers * round_up(largest, page), page, units)
 
 
 def _num_shards(mesh: DeviceMesh) -> int:

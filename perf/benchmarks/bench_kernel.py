@@ -9,6 +9,7 @@ import torch
 
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.units import round_up
 from nvme_offload.optim.kernels import ABSENT, KernelPool, available_isas, make_logged_step, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.registry import rule_named
@@ -44,7 +45,7 @@ def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dt
 @pytest.mark.parametrize("keeps", [False, True], ids=["rewrites", "keeps"])
 def test_logged_update(measure: Callable[..., Any], numel: int, num_logged: int, keeps: bool) -> None:
     """A step of a durable run: it does the logged updates again, and its own; some keep their gradient for the log."""
-    numel = -(-numel // TILE_NUMEL) * TILE_NUMEL
+    numel = round_up(numel, TILE_NUMEL)
     settings, pool = OPTIMIZERS["AdamW"], KernelPool()
     rule = rule_named("AdamW").of(settings)
     param, grad = torch.ones(numel).bfloat16(), torch.full((numel,), 1e-3).bfloat16()

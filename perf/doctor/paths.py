@@ -21,7 +21,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
 from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
-from nvme_offload.offload.units import GiB, MiB, format_bytes
+from nvme_offload.offload.units import GiB, MiB, format_bytes, round_up
 from nvme_offload.perf.doctor.drive import check_drive, check_health
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
@@ -242,7 +242,7 @@ def check_alignment(reported: tuple[int, int] | None, config: OffloadConfig) -> 
 
 def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *, direct: bool) -> Finding:
     """Write 1 MiB through the engine, read it back, compare."""
-    size = -(-SAMPLE_BYTES // alignment) * alignment
+    size = round_up(SAMPLE_BYTES, alignment)
     source, target = HostRegion(size), HostRegion(size)
     pattern = os.urandom(size)
     ctypes.memmove(source.address, pattern, size)

@@ -12,7 +12,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
-from nvme_offload.offload.units import MiB
+from nvme_offload.offload.units import MiB, round_up
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
 from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
@@ -115,7 +115,7 @@ class PlacedJob:
         # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
         largest = min(max(map(placement.size_bytes, self.subgroups)), most_numel * itemsize)
         section = config.zero_optimization.offload_optimizer
-        buffer_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE if section.device == "nvme" else 0
+        buffer_bytes = round_up(largest, mmap.PAGESIZE) if section.device == "nvme" else 0
         staging = placement.num_buffers(self.subgroups, may_stay=True) * buffer_bytes
         if self.copies.update:
             staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
@@ -195,7 +195,7 @@ class PlacedJob:
         coarser = 1 + pieces // MAX_SUBGROUPS
         sealed = self.kept is not None
         subgroups = plan_subgroups(places, max_bytes * coarser, max_numel * coarser, sealed=sealed)
-        return subgroups, itemsize, min(max_bytes // itemsize, -(-max_numel // TILE_NUMEL) * TILE_NUMEL)
+        return subgroups, itemsize, min(max_bytes // itemsize, round_up(max_numel, TILE_NUMEL))
 
 
 def account_of_job(job: Job, machine: Machine) -> Account:
