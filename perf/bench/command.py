@@ -68,13 +68,7 @@ def bench(
     every: tuple[Rw, ...] = ("mixed",) if target == "step" else get_args(Rw)
     wanted = Plan(
         settings=Settings(
-            paths=tuple(path),
-            size=size,
-            bs=bs,
-            iodepth=iodepth,
-            numjobs=numjobs,
-            ioengine=ioengine,
-            direct=direct,
+            paths=tuple(path), size=size, bs=bs, iodepth=iodepth, numjobs=numjobs, ioengine=ioengine, direct=direct
         ),
         target=target,
         directions=every if rw == "all" else (rw,),

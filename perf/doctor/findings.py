@@ -28,11 +28,7 @@ class Level(enum.StrEnum):
 
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
-_VERDICTS = (
-    "All is fine",
-    "NVMe offload works, with reservations",
-    "NVMe offload does not work like this",
-)
+_VERDICTS = ("All is fine", "NVMe offload works, with reservations", "NVMe offload does not work like this")
 """The exit status is the place in here."""
 
 

@@ -155,10 +155,7 @@ def _shape(
 
 
 def _drives(
-    drive: str | None,
-    bench: Path | None,
-    rates: tuple[int | None, int | None, int | None],
-    tbw: float | None,
+    drive: str | None, bench: Path | None, rates: tuple[int | None, int | None, int | None], tbw: float | None
 ) -> tuple[Drives | None, int | None]:
     """A node's drives, from one of the three ways to say them, and their capacity where that says it, too."""
     given = [drive is not None, bench is not None, rates != (None, None, None)]

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.chain import SlotLayout
-from nvme_offload.offload.durable.rewrite_every import (
-    DurableBytes,
-    DurableRates,
-    PeriodCosts,
-    auto_period,
-    costs_of,
-)
+from nvme_offload.offload.durable.rewrite_every import DurableBytes, DurableRates, PeriodCosts, auto_period, costs_of
 from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.storage.tier_plan import Tier, Unit

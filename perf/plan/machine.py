@@ -32,11 +32,7 @@ class Drives:
 
     @classmethod
     def of_rates(
-        cls,
-        read: float,
-        write: float,
-        mixed: float | None = None,
-        terabytes_written: float | None = None,
+        cls, read: float, write: float, mixed: float | None = None, terabytes_written: float | None = None
     ) -> Drives:
         """Drives as a data sheet has them. Without a mixed rate: that of drives that share time between directions."""
         _check_above_zero({"--read-bw": read, "--write-bw": write, "--mixed-bw": mixed, "--tbw": terabytes_written})

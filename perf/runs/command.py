@@ -54,11 +54,7 @@ runs = typer.Typer(
 
 
 @runs.command("list")
-def list_runs(
-    paths: Paths = None,
-    config: Config = None,
-    as_json: Json = False,
-) -> None:
+def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False) -> None:
     """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
     found = _found(paths, config)
     if as_json:

@@ -41,8 +41,7 @@ def verify(
         typer.Option(help="Parameters of the model whose iterations are timed; by default 1e9 with a GPU, else 1e6."),
     ] = None,
     size: Annotated[
-        int | None,
-        byte_option("--size", text="Where the drive is measured; by default 4GiB with a GPU, else 128MiB."),
+        int | None, byte_option("--size", text="Where the drive is measured; by default 4GiB with a GPU, else 128MiB.")
     ] = None,
     as_json: Json = False,
     save_to: SaveTo = None,

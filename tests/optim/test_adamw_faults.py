@@ -9,14 +9,7 @@ import torch
 from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
 from tests.support.engine_tools import available_engines
 from tests.support.failing_drive import Failing, Op, flip_bit
-from tests.support.training import (
-    BLOCK,
-    Twin,
-    assert_same_bits,
-    faulty_drive,
-    params_of,
-    set_grads,
-)
+from tests.support.training import BLOCK, Twin, assert_same_bits, faulty_drive, params_of, set_grads
 
 SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
 MIXED = (torch.bfloat16, torch.float16, torch.float32)

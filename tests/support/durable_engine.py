@@ -5,10 +5,7 @@ from tests.support.sharded_model import assert_same, full_state
 
 TIERS = {
     "state": {},
-    "everything": {
-        "zero_optimization": {"offload_param": {"device": "nvme"}},
-        "offload_gradients": {"device": "nvme"},
-    },
+    "everything": {"zero_optimization": {"offload_param": {"device": "nvme"}}, "offload_gradients": {"device": "nvme"}},
     "parameters": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
     "in memory too": {"host_budget": "8MiB"},
     "off": {"overlap_step": "off"},

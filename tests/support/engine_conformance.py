@@ -203,11 +203,6 @@ class ErrorConformance(EngineTools):
 
 
 class EngineConformance(
-    DataConformance,
-    ErrorConformance,
-    HandleConformance,
-    LoadConformance,
-    LifeConformance,
-    FaultConformance,
+    DataConformance, ErrorConformance, HandleConformance, LoadConformance, LifeConformance, FaultConformance
 ):
     """All of it."""

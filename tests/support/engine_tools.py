@@ -74,12 +74,7 @@ class EngineTools:
         )
 
     def open(
-        self,
-        *,
-        queue_depth: int = 8,
-        rings: int = 1,
-        max_operations: int = 64,
-        faults: FaultSpec | None = None,
+        self, *, queue_depth: int = 8, rings: int = 1, max_operations: int = 64, faults: FaultSpec | None = None
     ) -> Engine:
         try:
             engine = self.engine_class(self.options(queue_depth, rings, max_operations, faults))  # type: ignore[call-arg]

@@ -78,13 +78,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 _MOMENTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-_MOMENT_VARIANTS = (
-    {},
-    {"betas": (0.0, 0.99)},
-    {"betas": (0.3, 0.9)},
-    {"weight_decay": 0.0},
-    {"maximize": True},
-)
+_MOMENT_VARIANTS = ({}, {"betas": (0.0, 0.99)}, {"betas": (0.3, 0.9)}, {"weight_decay": 0.0}, {"maximize": True})
 
 CASES = [
     RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),

@@ -78,11 +78,7 @@ class Seen:
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for JSON."""
-        return {
-            **asdict(self),
-            "quads": [quad.rates for quad in self.quads],
-            "times_ours": self.times_ours,
-        }
+        return {**asdict(self), "quads": [quad.rates for quad in self.quads], "times_ours": self.times_ours}
 
     def cells(self) -> list[str]:
         """Its row below `HEAD`."""

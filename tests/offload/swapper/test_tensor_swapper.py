@@ -9,14 +9,7 @@ import numpy
 import pytest
 import torch
 
-from nvme_offload import (
-    ClosedError,
-    ConfigError,
-    EngineUnavailable,
-    FaultSpec,
-    OffloadConfig,
-    TensorSwapper,
-)
+from nvme_offload import ClosedError, ConfigError, EngineUnavailable, FaultSpec, OffloadConfig, TensorSwapper
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 

@@ -100,10 +100,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_or_is_an_error(open_swapper, 
     section = config_for(tmp_path)
     section["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
     late.refusals = 1
-    with (
-        TensorSwapper(section) as asked,
-        pytest.raises(RuntimeError, match=r"lower .*staging_budget, or .*pin_memory"),
-    ):
+    with TensorSwapper(section) as asked, pytest.raises(RuntimeError, match=r"lower .*staging_budget, or .*pin_memory"):
         asked.swap_out("x", tensor)
 
 

@@ -18,10 +18,7 @@ from tests.support.sharded_model import assert_same, full_state
 
 VOCABULARY, WIDTH, STEPS, ACCUMULATION = 31, 16, 4, 2
 HYPERPARAMETERS = {"lr": 1e-3, "weight_decay": 0.1}
-MODES = {
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-}
+MODES = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT = {"fp32_modules": ["LayerNorm", "blocks.*.router", "*.decay", "head"]}
 
@@ -304,12 +301,7 @@ def test_bytes_are_counted_on_the_tier_where_they_are():
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        (torch.uint8, "uint8"),
-        (torch.int8, "int8"),
-        (torch.float8_e4m3fn, "float8_e4m3fn"),
-        (torch.float64, "float64"),
-    ],
+    [(torch.uint8, "uint8"), (torch.int8, "int8"), (torch.float8_e4m3fn, "float8_e4m3fn"), (torch.float64, "float64")],
 )
 def test_a_frozen_base_in_a_dtype_of_its_own_is_planned_as_it_is(dtype, name):
     model = nn.Sequential(nn.Linear(8, 8))

@@ -263,10 +263,7 @@ def test_a_block_is_gathered_twice_however_many_micro_batches_there_are(alone, t
                 if number == 0:
                     before = engine.optimizer.stats()
             after = engine.optimizer.stats()
-            uses[count] = (
-                after.param_uses - before.param_uses,
-                after.grad_bytes_written - before.grad_bytes_written,
-            )
+            uses[count] = (after.param_uses - before.param_uses, after.grad_bytes_written - before.grad_bytes_written)
     assert uses[1] == uses[2] == uses[8]
 
 

@@ -15,15 +15,7 @@ from tests.support import layered_model
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
-from tests.support.small_engine import (
-    BF16,
-    FP16,
-    HYPERPARAMETERS,
-    backward,
-    fresh_model,
-    loss_of,
-    section,
-)
+from tests.support.small_engine import BF16, FP16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
 
 FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
 

@@ -9,10 +9,7 @@ from nvme_offload import initialize
 
 def test_the_parts_of_a_step_are_named(alone, tmp_path):
     section = {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
-        },
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
         "bf16": {"enabled": True},
         "overlap_step": "off",  # a profile is of the threads that it was begun in
     }

@@ -9,8 +9,7 @@ MOST = {1: (12, 10.0), 2: (7, 12.0), 3: (16 / 3, 13.4)}
 
 
 @pytest.mark.parametrize(
-    ("millions", "period"),
-    [(2, 1), (2, 3), *(pytest.param(100, period, marks=pytest.mark.slow) for period in MOST)],
+    ("millions", "period"), [(2, 1), (2, 3), *(pytest.param(100, period, marks=pytest.mark.slow) for period in MOST)]
 )
 def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_path, millions, period):
     found = results("durable", "bytes", "--path", tmp_path, "--millions", millions, "--rewrite-every", period)
@@ -24,10 +23,7 @@ def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_pa
 
 @pytest.mark.parametrize(
     "experiment",
-    [
-        ("steps", "--millions", 1),
-        ("checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1),
-    ],
+    [("steps", "--millions", 1), ("checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1)],
     ids=lambda experiment: experiment[0],
 )
 @pytest.mark.usefixtures("alone")

@@ -74,10 +74,7 @@ def bench(tmp_path):
     }
     found = {"cliff": {"at": 30.0}, "words": ["From 5.00 to 1.00 GB/s after 150 GB"]}
     document = {
-        "config": {
-            "target": "raw",
-            "settings": {"size": 1 << 30, "bs": 1 << 20, "iodepth": 32, "numjobs": 1},
-        },
+        "config": {"target": "raw", "settings": {"size": 1 << 30, "bs": 1 << 20, "iodepth": 32, "numjobs": 1}},
         "engine": {"name": "io_uring", "direct": True},
         "verified": True,
         "environment": {

@@ -206,7 +206,7 @@ OF_ENDS = {
     ),
 }
 OF_COMMITS = {
-    "what is written of parameters is not there yet": _edited(Sealing, "_fill_tail", "self._mirror.end_step()", "pass"),
+    "what is written of parameters is not there yet": _edited(Sealing, "_fill_tail", "self._mirror.end_step()", "pass")
 }
 OF_THREADS = {
     "a thread does not begin with its device": _without(device, "use", _nothing),
