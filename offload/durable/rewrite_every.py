@@ -8,10 +8,7 @@ that writes slower than it reads prefers 3 or 4. Which is allowed is up to how m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from nvme_offload.offload.units import format_bytes
+from dataclasses import dataclass
 
 SECONDS_PER_DAY = 86_400
 MAX_PERIOD = 16
@@ -95,87 +92,19 @@ class DurableRates:
         return max(moving, numel * costs.updates / self.update)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A period for a machine, and what it comes to."""
-
-    costs: PeriodCosts
-    """The costs of what is on the drive alone and what is in memory besides, together."""
-    step_seconds: float
-    """The time of moving and updating alone."""
-    iteration_seconds: float
-    """From one step to the next."""
-
-    @property
-    def period(self) -> int:
-        """Every how many steps what is on the drive alone is rewritten."""
-        return self.costs.period
-
-    @property
-    def written_per_day(self) -> float:
-        """Bytes."""
-        return self.costs.written * SECONDS_PER_DAY / self.iteration_seconds
-
-    def days_of_life(self, endurance: float) -> float:
-        """Return the days until `endurance` bytes are written: the rated TBW, less what was written before."""
-        return endurance / self.written_per_day
-
-
-def choices(
-    size: DurableBytes,
-    rates: DurableRates,
-    *,
-    resident: DurableBytes | None = None,
-    compute_seconds: float = 0.0,
-    periods: Sequence[int] = range(1, MAX_PERIOD + 1),
-) -> list[Choice]:
-    """Return what each period comes to for a state of this `size` on the drive alone.
-
-    What is `resident` in host memory besides is written like the rest and never read, so the more there is of it, the
-    less is moved. A step is hidden behind `compute_seconds` of forward and backward at best: then most is written a
-    day.
-    """
-    found = []
-    for period in periods:
-        costs = costs_of(size, period)
-        numel = size.numel * costs.updates
-        if resident is not None:
-            beside = costs_of(resident, period)
-            written, space = costs.written + beside.written, costs.space + beside.space
-            costs = replace(costs, written=written, space=space)
-            numel += resident.numel
-        seconds = rates.seconds_of(replace(costs, updates=1), numel)
-        found.append(Choice(costs, seconds, max(seconds, compute_seconds)))
-    return found
-
-
-def choose(found: Sequence[Choice], wear_limit: float | None = None) -> Choice:
-    """Return the choice with the shortest iteration whose wear is allowed; of equals the one that writes least.
-
-    Beyond `USUAL_PERIOD` only where no other is allowed. `wear_limit` is bytes a day; ValueError says what is needed.
-    """
-    allowed = [each for each in found if wear_limit is None or each.written_per_day <= wear_limit]
-    if not allowed:
-        assert wear_limit is not None
-        least = min(found, key=lambda each: each.written_per_day)
-        raise ValueError(
-            f"a wear_limit of {format_bytes(int(wear_limit))} a day is too low: rewritten every {least.period} steps, "
-            f"the state still writes {format_bytes(math.ceil(least.written_per_day))} a day; raise it, or leave it out"
-        )
-    allowed = [each for each in allowed if each.period <= USUAL_PERIOD] or allowed
-    shortest = min(each.iteration_seconds for each in allowed)
-    equal = [each for each in allowed if each.iteration_seconds <= shortest * (1 + 1e-9)]
-    return min(equal, key=lambda each: (each.costs.written, each.period))
-
-
 def auto_period(size: DurableBytes, rates: DurableRates, wear_limit: float | None) -> int:
     """Return what "auto" stands for on a machine: the fastest period that keeps the limit of bytes a day.
 
     A run decides this once, when it begins. Nobody knows its pace then, so it is taken for the highest that is
     possible: steps that do nothing but move and update. Where no period keeps the limit at that pace, it is the one
-    that writes least. `size` is that of one parameter.
+    that writes least; beyond `USUAL_PERIOD` only where no other is allowed. `size` is that of one parameter.
     """
-    found = choices(size, rates)
-    if wear_limit is not None:
-        wear_limit = max(wear_limit, min(each.written_per_day for each in found))
-    return choose(found, wear_limit).period
+    found = [costs_of(size, period) for period in range(1, MAX_PERIOD + 1)]
+    seconds = {costs.period: rates.seconds_of(costs, size.numel) for costs in found}
+    per_day = {costs.period: costs.written * SECONDS_PER_DAY / seconds[costs.period] for costs in found}
+    limit = math.inf if wear_limit is None else max(wear_limit, min(per_day.values()))
+    allowed = [costs for costs in found if per_day[costs.period] <= limit]
+    allowed = [costs for costs in allowed if costs.period <= USUAL_PERIOD] or allowed
+    shortest = min(seconds[costs.period] for costs in allowed)
+    equal = [costs for costs in allowed if seconds[costs.period] <= shortest * (1 + 1e-9)]
+    return min(equal, key=lambda costs: (costs.written, costs.period)).period

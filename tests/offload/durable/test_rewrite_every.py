@@ -4,12 +4,11 @@ import pytest
 
 from nvme_offload.offload.durable.rewrite_every import (
     MAX_PERIOD,
+    SECONDS_PER_DAY,
     USUAL_PERIOD,
     DurableBytes,
     DurableRates,
     auto_period,
-    choices,
-    choose,
     costs_of,
 )
 from nvme_offload.offload.durable.turns import num_needed
@@ -43,66 +42,26 @@ def test_other_parameters_have_other_bytes():
     assert both.written == pytest.approx(costs_of(fp16, 3).written + costs_of(fp32, 3).written)
 
 
-def test_a_drive_that_writes_slowly_is_rewritten_seldom_and_one_that_reads_slowly_often():
-    slow_writes = DurableRates(read=6.5 * GB, write=2.6 * GB)
-    slow_reads = DurableRates(read=1 * GB, write=4 * GB)
-    assert choose(choices(BILLION, slow_writes)).period in (3, 4)
-    assert choose(choices(BILLION, slow_reads)).period == 1
-    mixed = choices(BILLION, DurableRates(read=2 * GB, write=2 * GB, mixed=3.5 * GB))
-    assert choose(mixed).step_seconds == min(each.step_seconds for each in mixed[:USUAL_PERIOD])
+@pytest.mark.parametrize(
+    ("rates", "periods"),
+    [
+        ({"read": 6.5, "write": 2.6}, (3, 4)),
+        ({"read": 1, "write": 4}, (1,)),
+        ({"read": 60, "write": 24, "update": 1}, (1,)),
+    ],
+    ids=["writes slowly", "reads slowly", "a slow kernel wants few replays"],
+)
+def test_what_is_slow_decides(rates, periods):
+    in_bytes = {name: rate * GB for name, rate in rates.items()}
+    assert auto_period(BILLION, DurableRates(**in_bytes), None) in periods
 
 
-def test_a_slow_kernel_wants_few_replays():
+def test_the_longer_of_moving_and_updating_is_a_step():
     rates = DurableRates(read=60 * GB, write=24 * GB, update=1e9)
-    chosen = choose(choices(BILLION, rates))
-    assert chosen.period == 1
-    assert chosen.step_seconds == pytest.approx(1.0)
-    assert choices(BILLION, rates)[3].step_seconds == pytest.approx(2.5)
-
-
-def test_where_computing_hides_it_the_one_that_writes_least_is_taken():
-    rates = DurableRates(read=6 * GB, write=3 * GB)
-    chosen = choose(choices(BILLION, rates, compute_seconds=100))
-    assert chosen.period == USUAL_PERIOD
-    assert chosen.iteration_seconds == 100
-    assert chosen.written_per_day == pytest.approx(chosen.costs.written * 864)
-
-
-def test_a_limit_of_wear_lengthens_the_period_and_life():
-    rates = DurableRates(read=2 * GB, write=2 * GB)
-    found = choices(BILLION, rates, compute_seconds=3)
-    free = choose(found)
-    limit = free.written_per_day * 0.7
-    kept = choose(found, limit)
-    assert kept.period > free.period
-    assert kept.written_per_day <= limit
-    assert kept.iteration_seconds == min(each.iteration_seconds for each in found if each.written_per_day <= limit)
-    assert kept.days_of_life(600 * TB) > free.days_of_life(600 * TB) / 0.7
-    assert kept.days_of_life(600 * TB) == pytest.approx(600 * TB / kept.written_per_day)
-
-
-def test_a_low_limit_takes_the_longest_periods():
-    found = choices(BILLION, DurableRates(read=2 * GB, write=2 * GB), compute_seconds=100)
-    kept = choose(found, found[MAX_PERIOD - 1].written_per_day * 1.01)
-    assert USUAL_PERIOD < kept.period <= MAX_PERIOD
-
-
-def test_a_limit_that_no_period_keeps_is_refused_in_words():
-    with pytest.raises(ValueError, match=r"wear_limit of 1 GiB a day is too low: rewritten every 16 steps, the state"):
-        choose(choices(BILLION, DurableRates(read=2 * GB, write=2 * GB)), 2**30)
-
-
-def test_what_is_in_memory_is_written_and_never_read():
-    rates = DurableRates(read=2 * GB, write=1 * GB)
-    half = DurableBytes(state=5 * GB, tail=1 * GB, grad=1 * GB, numel=5e8)
-    [whole] = choices(BILLION, rates, periods=[3])
-    [shared] = choices(half, rates, resident=half, periods=[3])
-    assert shared.costs.read == pytest.approx(whole.costs.read / 2)
-    assert shared.costs.written == pytest.approx(whole.costs.written)
-    assert shared.step_seconds < 0.75 * whole.step_seconds
-    slow_kernel = DurableRates(read=60 * GB, write=60 * GB, update=1e9)
-    [shared] = choices(half, slow_kernel, resident=half, periods=[3])
-    assert shared.step_seconds == pytest.approx(0.5 * 2 + 0.5)
+    assert rates.seconds_of(costs_of(BILLION, 4), BILLION.numel) == pytest.approx(2.5)
+    drive = DurableRates(read=2 * GB, write=2 * GB, mixed=3.5 * GB)
+    costs = costs_of(BILLION, 2)  # 12 and 7 GB: 14 both ways, 5 of reading alone
+    assert drive.seconds_of(costs, BILLION.numel) == pytest.approx(14 / 3.5 + 5 / 2)
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("1TB/day", TB), ("500 GB / day", 500 * GB), ("1.5TB/day", 1.5 * TB)])
@@ -118,9 +77,10 @@ def test_other_words_are_refused(text):
 
 def test_auto_keeps_a_limit_at_the_highest_pace_as_fast_as_it_can_and_else_writes_least():
     rates = DurableRates(read=2 * GB, write=2 * GB)
-    found = choices(BILLION, rates)
     free = auto_period(BILLION, rates, None)
-    assert free == choose(found).period
-    for each in found[free - 1 :]:
-        assert auto_period(BILLION, rates, each.written_per_day * 1.001) == each.period
+    assert free <= USUAL_PERIOD
+    for period in range(free, MAX_PERIOD + 1):
+        costs = costs_of(BILLION, period)
+        limit = costs.written * SECONDS_PER_DAY / rates.seconds_of(costs, BILLION.numel)
+        assert auto_period(BILLION, rates, limit * 1.001) == period
     assert auto_period(BILLION, rates, 1.0) == MAX_PERIOD
