@@ -74,10 +74,7 @@ def fresh_entry(body: StateBody, index: int, name: str) -> torch.Tensor:
 
 
 def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:
-    """Return entries by parameter index and name, as `write_entries` takes them; each has a place, no state changes.
-
-    ValueError: an entry has the wrong shape or is not a number. OutOfSpaceError: there is no place for new state.
-    """
+    """Return entries as `write_entries` takes them, each with a place. No state changes. ValueError: one is unfit."""
     with body.at_rest():
         body.table.check_layouts()
         entries = {

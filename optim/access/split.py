@@ -16,10 +16,7 @@ from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of
 
 
 class StateParts(ShardParts):
-    """The rest is in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none.
-
-    What is stored stays where it was `before`.
-    """
+    """The rest is in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none."""
 
     def __init__(self, body: StateBody, index: int, before: ShardParts) -> None:
         super().__init__(before.owner, before.group, before.stored, before.accumulate)

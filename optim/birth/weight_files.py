@@ -18,10 +18,7 @@ _MAX_PROBLEMS = 12
 
 
 class WeightSource:
-    """Weight files that fit a model on the meta device.
-
-    WeightsError: they are damaged or do not fit; it lists what is missing, left over or of another shape.
-    """
+    """Weight files that fit a model. WeightsError lists what is missing, left over, damaged or of another shape."""
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, plan: BirthPlan) -> None:
         self._reader = SafetensorsReader(path)

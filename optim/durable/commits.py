@@ -61,10 +61,7 @@ class Background(Protocol):
 
 
 class Commits:
-    """Takes commits of one optimizer, one at a time: see `optim.durable.latest` for what holds meanwhile.
-
-    `norm_group` are further ranks that step with this one.
-    """
+    """Takes commits of one optimizer, one at a time: see `optim.durable.latest` for what holds meanwhile."""
 
     def __init__(self, store: StateStore, durable: DurableState, norm_group: dist.ProcessGroup | None) -> None:
         self.client_state: dict[str, Any] = {}

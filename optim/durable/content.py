@@ -47,10 +47,7 @@ class Content:
         client_state: Mapping[str, Any],
         engine: Mapping[str, Any],
     ) -> Content:
-        """Return what there is now. Encode it before anything changes.
-
-        `counts` are the updates of parameters that are still updated behind the step, by index.
-        """
+        """Return what there is now, with `counts` of updates under way. Encode it before anything changes."""
         return cls(
             step=step,
             tick=tick,

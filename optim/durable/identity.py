@@ -56,10 +56,7 @@ class ModelRecord(NamedTuple):
 
 
 def identity_of(body: StateBody, durable: DurableState, model: ModelRecord) -> dict[str, Any]:
-    """Return JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log.
-
-    What `model` does not name is called as the optimizer calls it.
-    """
+    """Return JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log."""
     table = body.table
     rules: list[dict[str, Any]] = []
     for rule in (_rule_as_json(record.rule) for record in table):

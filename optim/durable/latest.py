@@ -118,10 +118,7 @@ class LatestCommit:
         self.become(CommitState.PENDING)
 
     def begin(self, pipeline: StepPipeline, bell: Bell) -> None:
-        """Begin what is PENDING, behind the caller's back; for anything else a no-op. Updates must be done.
-
-        `pipeline` has what is still to be written; `bell` is rung when it is over.
-        """
+        """Begin what is PENDING, behind the caller's back, and ring `bell` when it is over. Updates must be done."""
         if self.state is not CommitState.PENDING:
             return
         try:

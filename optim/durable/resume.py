@@ -41,10 +41,7 @@ class _Offer(NamedTuple):
 
 
 class Resumption:
-    """Takes up what was committed, by this process or by one that has ended.
-
-    `groups` get the hyperparameters that were committed.
-    """
+    """Takes up what was committed, by this process or by one that has ended."""
 
     def __init__(self, commits: Commits, groups: Sequence[MutableMapping[str, Any]], check_group: Check) -> None:
         self._commits = commits
@@ -216,10 +213,7 @@ class Resumption:
         )
 
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
-        """Read and verify every subgroup, and give its parameters their values; return what else was committed.
-
-        With it comes what went wrong, in words.
-        """
+        """Read and verify every subgroup, and set its parameters; return the other content, and what went wrong."""
         content = self._content(manifest)
         for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
             self._check_group({**group, **options}, number)

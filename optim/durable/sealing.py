@@ -162,10 +162,7 @@ class Sealing:
         return chain.base is not None
 
     def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
-        """Verify all that was read of a slot, apply its log, and give its parameters the values that it says.
-
-        CorruptionError: it is not what the table of the adopted manifest refers to.
-        """
+        """Verify all that was read of a slot, apply its log, and give its parameters the values that it says."""
         sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
         self.replay(slot)
         self._restore(slot, memory)

@@ -69,10 +69,7 @@ class SnapshotsOfRanks:
         self._ranks.together(partial(self._run.delete_snapshot, name))
 
     def find(self, name: str) -> Manifest:
-        """Return this rank's part of a snapshot that all ranks have.
-
-        It raises KeyError if no rank has it, ResumeError if one lacks it or cannot read it.
-        """
+        """Return this rank's part of a snapshot. KeyError: no rank has it. ResumeError: one lacks or cannot read it."""
         of_all = self.agree()
         lacking = {rank: one for rank, one in of_all.items() if name not in one.published}
         if not lacking:

@@ -24,10 +24,7 @@ class _Moment(NamedTuple):
 
 
 class Wear:
-    """Watches what is written from the end of the first step on.
-
-    If that is more than the section allows per host, it warns once and names a section that would keep the limit.
-    """
+    """Watches what is written from the first step on, and warns once if it is more than the section allows."""
 
     def __init__(self, section: OffloadOptimizerConfig, store: StateStore) -> None:
         self._section = section

@@ -28,10 +28,7 @@ def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
-    """Gather what each rank gives, by rank; it is pickled. Collective.
-
-    `groups` are of one dimension of a mesh each, or one group; None: all ranks.
-    """
+    """Gather what each rank gives, by rank, pickled. Each group is of one dimension of a mesh, or None: all ranks."""
     found = {dist.get_rank(): value}
     for group in groups:
         parts: list[dict[int, T]] = [{} for _ in range(dist.get_world_size(group))]

@@ -87,10 +87,7 @@ class WholeState(Condition):
 
 
 class LoadingState(Condition):
-    """A load is under way, or was interrupted: part of the state is new and part is old.
-
-    `split`: there are split parameters, of which the state has a half.
-    """
+    """A load is under way, or was interrupted: part of the state is new and part is old."""
 
     lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
     situation = "loading a state dict stopped halfway: part of the state is new and part is old"
@@ -133,5 +130,5 @@ class UnresumedRun(Condition):
 
 
 def checkpoint_text(*, split: bool) -> str:
-    """Say how a checkpoint leads on; `split` as in `LoadingState`."""
+    """Say how a checkpoint leads on; `split`: there are split parameters, of which the state has a half."""
     return _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)

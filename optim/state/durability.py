@@ -104,10 +104,7 @@ class Durability:
         raise AssertionError("nothing is as committed where nothing is committed")
 
     def end_updates(self, pipeline: StepPipeline, bell: Bell) -> None:
-        """Note that the updates behind a step are done; ring `bell` when that lasts.
-
-        It is called in a shift of the worker, or with that away, while the pipeline may still write.
-        """
+        """Note that the updates behind a step are done; ring `bell` when they last. The caller owns the state."""
 
     # Its life.
 

@@ -50,10 +50,7 @@ def write_master(
 
 
 def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:
-    """Return the master weights of a run, fp32 [run.numel] on the CPU.
-
-    If somebody changed the parameter since the last update, the parameter counts, as in a step.
-    """
+    """Return the master weights of a run, fp32 [run.numel] on the CPU. A parameter that somebody changed counts."""
     param = table[run.param].copy_of(run)
     master = section_view(slot.subgroup, memory, "master", run)
     joined = pool.joined(param, master if master is None else master.cpu())

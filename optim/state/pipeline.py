@@ -4,10 +4,9 @@ For every subgroup in turn a step acquires its state, updates it and releases it
 
     read k+1, k+2 ...  |  update k  |  write k-1, k-2 ...
 
-Steps that end before they return go through the subgroups in alternating directions. What the end of one step leaves
-in the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen.
-Updates behind a step go in the order of the next forward, each time the same; what they want first is read in
-backward.
+Steps that end before they return go through the subgroups in alternating directions. What the end of one step leaves in
+the staging buffers is what the next one wants first, so it starts without waiting and these reads never happen. Updates
+behind a step go in the order of the next forward, each time the same; what they want first is read in backward.
 
 Where nobody waits for the end of the updates, but for the next one of them, reads go first: a drive that has both to
 do would put what was changed long ago before what is wanted next. Writes then go on when there is nothing to read,
@@ -143,10 +142,7 @@ class StepPipeline:
 
     @contextmanager
     def reads_first(self) -> Iterator[None]:
-        """Begin writes in here only where reads leave the drive idle, as `advance` sees again and again.
-
-        Whoever calls that no more calls `start_writes` once.
-        """
+        """Let writes begin in here only where `advance` finds the drive idle. Later, call `start_writes` once."""
         self._reads_go_first = True
         try:
             yield
@@ -155,10 +151,7 @@ class StepPipeline:
 
     @contextmanager
     def pausing(self, on_pause: Callable[[], None]) -> Iterator[None]:
-        """Call `on_pause` now and then while something in here waits.
-
-        It may raise: what was waited for goes on and can be waited for again.
-        """
+        """Call `on_pause` now and then while something in here waits. If it raises, that can be waited for again."""
         self._on_pause = on_pause
         try:
             yield

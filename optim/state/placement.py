@@ -84,8 +84,7 @@ class StatePlacement:
     def num_buffers(self, subgroups: Sequence[Subgroup], *, may_stay: bool = False) -> int:
         """Return how many staging buffers these need: no more than they are, nor more bytes than all of them have.
 
-        `may_stay`: some may stay in host memory. Within a host budget all buffers have room then, for what comes
-        later.
+        `may_stay`: some may stay in host memory. Within a host budget all buffers have room then, for what comes later.
         """
         count = self._section.buffer_count
         if may_stay and self.host_budget is not None:

@@ -128,10 +128,7 @@ class ParamRecord:
         return None if sums is None else sums[run.start // TILE_NUMEL : -(-run.stop // TILE_NUMEL)]
 
     def note_written(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> None:
-        """Remember what a 16-bit parameter is now, from its values in host memory, so that changes by others show.
-
-        `on_device`: the state of the run is on a device.
-        """
+        """Remember what a 16-bit parameter is now, from its values in host memory, so that changes by others show."""
         if self.checksums is None:
             return
         if on_device and self.sums_on_device is None:
@@ -238,10 +235,7 @@ class ParamTable:
             self._records[index].steps = count
 
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
-        """Return the records of what is in the groups now, in the order of the table; the state of others rests.
-
-        ValueError: somebody put others in their place, which would never be updated, or one into two places.
-        """
+        """Return the records of what is in the groups now. ValueError: a parameter is new here, or in two groups."""
         places: dict[int, tuple[int, str]] = {}
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):

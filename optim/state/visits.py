@@ -53,10 +53,7 @@ def may_write(num_under_way: int, *, reads_first: bool) -> bool:
 
 
 class FirstUses:
-    """Ranks parameters by when the latest forward first used them.
-
-    It is a hint: whoever finds a parameter not ready asks for it, and it comes next.
-    """
+    """Ranks parameters by when the latest forward first used them: a hint, for who finds one not ready asks for it."""
 
     def __init__(self) -> None:
         self._latest: dict[int, None] = {}
@@ -72,10 +69,7 @@ class FirstUses:
         return self._latest.keys()
 
     def take(self) -> dict[int, int]:
-        """Return ranks by index: what was used since the call before comes first, then what was used before that.
-
-        A parameter that was never used has no rank.
-        """
+        """Return ranks by index: what was used since the call before comes first, then what was used before that."""
         ranks = self.ranks
         self._latest, self._before = {}, dict.fromkeys(ranks)
         return ranks

@@ -16,10 +16,7 @@ from nvme_offload.optim.telemetry.warn import warn_user
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:
-    """Return the parameters of a group that the optimizer does not know yet, with their names for messages.
-
-    It raises ValueError, with a name, for a hyperparameter or a parameter that cannot be used.
-    """
+    """Return a group's new parameters, with their names for messages. ValueError names what cannot be used."""
     rule.check(group, number)
     own = rule.of(group)
     names = group.get("param_names") or [

@@ -18,10 +18,7 @@ from nvme_offload.optim.step.waiting_parameter import can_wait, let_read
 
 
 class WaitForUpdates:
-    """A module hook that waits until parameters are as the latest step leaves them.
-
-    It keeps no state alive. A copy of it waits for nothing, as it does without a `body`.
-    """
+    """A module hook that waits for updates of parameters. It keeps no state alive, and a copy waits for nothing."""
 
     def __init__(self, body: StateBody | None = None, indices: Sequence[int] = ()) -> None:
         self._body = weakref.ref(body) if body is not None else lambda: None
@@ -46,10 +43,7 @@ class PlainModules:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module, blocks: Iterable[str] | None) -> None:
-        """Let the modules in `model` wait, and no others; see `OffloadOptimizer.overlap_with`. Call it `at_rest`.
-
-        It raises ValueError if no parameter is the optimizer's, a block names nothing, or a module is compiled.
-        """
+        """Let the modules in `model` wait, and no others; see `OffloadOptimizer.overlap_with`. Call it `at_rest`."""
         table = self._body.table
         chosen = set(find_units(model) if blocks is None else match_blocks(model, blocks))
         if not any(param in table for param in model.parameters()):

@@ -18,10 +18,7 @@ def scalars_of(
     indices: Collection[int],
     grad_scale: float,
 ) -> dict[int, StepScalars]:
-    """Return the scalars of the next update of these parameters, by index.
-
-    `grad_scale` multiplies the stored gradients. It raises ValueError for a hyperparameter that cannot be used.
-    """
+    """Return the scalars of the next update of these parameters, by index. `grad_scale` multiplies stored gradients."""
     scalars = {}
     by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
     for number, group in enumerate(groups):
@@ -42,10 +39,7 @@ def scalars_of(
 def check_group(
     rule: UpdateRule, group: Mapping[str, Any], number: int, records: Iterable[ParamRecord], owner: str
 ) -> None:
-    """Check a group's hyperparameters against the parameters in it that were taken on.
-
-    It raises ValueError if one cannot be used, or asks for other states than a parameter has.
-    """
+    """Raise ValueError if a hyperparameter cannot be used, or asks for other states than a parameter has."""
     rule.check(group, number)
     other = rule.of(group)
     for record in records:

@@ -149,10 +149,7 @@ def learnt_early(num_done: int, num_early: int | None) -> int:
 
 
 def in_direction(slots: Sequence[S], step: int) -> Sequence[S]:
-    """Return the order of updates inside the `step`-th step, counted from 0.
-
-    Directions alternate: a step begins with what the one before left in the buffers.
-    """
+    """Alternate directions from step to step: a step begins with what the one before left in the buffers."""
     return slots if step % 2 == 0 else slots[::-1]
 
 

@@ -190,10 +190,7 @@ class Stepper:
         self._go_on(record, len(inside), interrupt)
 
     def finish(self) -> None:
-        """Complete a step that stopped halfway. Call it `at_rest`.
-
-        It raises StateError if there is none that can be finished.
-        """
+        """Complete a step that stopped halfway, or raise StateError if none can be finished. Call it `at_rest`."""
         store = self._store
         store.table.check_layouts()
         store.check(Need.REST_OF_STEP)
@@ -344,10 +341,7 @@ class Stepper:
         return WholeParams(table.leaves, in_direction(indices, self._meter.steps), self._rule.gathered_dtype)
 
     def _go_on(self, record: StepRecord, num_inside: int, interrupt: DeferredInterrupt) -> None:
-        """Do what is left of a step: `num_inside` subgroups of its order here, the others in the worker.
-
-        Ctrl-C is honoured between subgroups, so that the step can be finished later.
-        """
+        """Update `num_inside` subgroups here, and leave the rest to the worker. Ctrl-C is honoured in between."""
         store = self._store
 
         def on_pause() -> None:

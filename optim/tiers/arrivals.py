@@ -107,10 +107,7 @@ class Arrivals:
         self._send(arrival, target)
 
     def land(self, to: object = None) -> None:
-        """Wait until all that belong to `to`, or all there are, have landed and their `then` is done.
-
-        It raises what a `then` raised, once.
-        """
+        """Wait until all that belong to `to`, or all there are, have landed. It raises what a `then` raised, once."""
         last = next((one for one in reversed(self._on_way) if to is None or one.to is to), None)
         if last is not None:
             self._wait_for(last)

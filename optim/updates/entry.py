@@ -75,10 +75,7 @@ class EntryFormat:
     def note_run(
         self, memory: Memory, run: int, *, grad_dtype: torch.dtype, grad_scale: float, scalars: Sequence[float]
     ) -> torch.Tensor:
-        """Note with what a run is updated; return the offsets of its tiles, for `make_segment` to have them filled in.
-
-        It raises ValueError if there are more scalars than an entry has room for, or the gradient is wider.
-        """
+        """Note with what a run is updated; return the offsets of its tiles, which `make_segment` has filled in."""
         if len(scalars) > MAX_SCALARS or grad_dtype.itemsize > self.grad_itemsize:
             raise ValueError(
                 f"a gradient of {grad_dtype} with {len(scalars)} scalars: entries here are of gradients of at most "

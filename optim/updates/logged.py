@@ -33,8 +33,7 @@ class DurableMeans(Means):
 class LoggedKernel(Updater):
     """The rule's kernel does what the log has, then the step. If no base is due, it drafts an entry.
 
-    What cannot be put into the log is rewritten. Where all of it has a gradient, the update completes it for that,
-    too.
+    What cannot be put into the log is rewritten. Where all of it has a gradient, the update completes it for that, too.
     """
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None) -> None:

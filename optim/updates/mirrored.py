@@ -86,10 +86,7 @@ class DeviceMirror:
         """Mirrors that were filled and not taken yet, by the subgroup's index; the one filled first comes first."""
 
     def fit(self, device: torch.device, max_numel: int) -> None:
-        """Make room for subgroups of up to `max_numel` padded elements on this device. Call it between two steps.
-
-        It raises RuntimeError if memory cannot be pinned, which the section asks for; all is then as before.
-        """
+        """Make room for `max_numel` padded elements, between two steps. After an error all is as before."""
         mirrors: list[MirroredRuns] = []
         try:
             for _ in range(_NUM_MIRRORS):
@@ -140,8 +137,7 @@ class DeviceMirror:
         """Start copying the parameters and gradients of a subgroup to the host, unless they are there already.
 
         Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
-        fetched beside it; where no mirror is free, what was fetched first is given up, and fetched again when it
-        comes.
+        fetched beside it; where no mirror is free, what was fetched first is given up, and fetched again when it comes.
         """
         if subgroup.index in self._ready:
             return

@@ -16,10 +16,7 @@ _MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns
 
 
 class NativeKernel(Updater):
-    """The rule's kernel updates the state where it is.
-
-    It is told once what stays the same of a run. A step says what is new: addresses, and the scalars.
-    """
+    """The rule's kernel updates the state where it is. A step tells it only what is new: addresses, and the scalars."""
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:
         super().__init__(subgroup, means, log)

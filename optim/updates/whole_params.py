@@ -25,10 +25,7 @@ class WholeParams:
         self._dtype = dtype
 
     def through(self, index: int, part: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Apply `function` to the whole tensor of which `part` is this rank's shard; return this rank's result.
-
-        `function` gets a copy, which it may overwrite.
-        """
+        """Apply `function` to a copy of the whole tensor of which `part` is a shard; return this rank's shard of it."""
         self._join_until(index)
         self._pending.popleft()
         leaf = self._leaves[index]
