@@ -9,6 +9,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import nvme_offload
 
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
+"""Help without boxes, which fits 80 columns and names no type behind a flag."""
+
 
 class Command(NamedTuple):
     """A command that is not loaded yet: a function of that name in a module, or an app with commands of its own."""
@@ -20,39 +23,39 @@ class Command(NamedTuple):
 
 _ABOUT = {
     "doctor": (
-        "Examine this machine and the given folders, and say what stands in the way of NVMe offload.",
+        "Say what stands in the way of NVMe offload on this machine.",
         "/mnt/nvme0 --config offload.json",
     ),
     "init": (
-        "Write a section for this machine and a model: the fastest that fits, with an aio section measured here.",
+        "Write the fastest section that fits this machine and a model.",
         "--model llama-7b/config.json --path /mnt/nvme0",
     ),
     "plan": (
-        "Predict memory, traffic, time and wear of a training step, and the largest model that fits.",
+        "Predict memory, traffic, time and wear of a training step.",
         "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --drive gen4-consumer --flops 1e14",
     ),
     "bench": (
-        "Measure bandwidth, IOPS, latency and processor time of reading, writing and both.",
+        "Measure a drive: bandwidth, IOPS, latency and processor time.",
         "--path /mnt/nvme0 --size 4GiB",
     ),
     "report": (
-        "Write one page of HTML about a run or a benchmark, with its pictures in it.",
+        "Write a page of HTML about a run or a benchmark.",
         "run.jsonl --output run.html",
     ),
     "runs": (
-        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.",
+        "List durable runs, export what they committed, remove them.",
         "/mnt/nvme0",
     ),
     "top": (
-        "Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.",
+        "Watch a run: its bytes, rates, waits and drives.",
         "/mnt/nvme0",
     ),
     "tune": (
-        "Search block size, depth, rings and engine for the best `aio` section, on a step's 1:1 pattern.",
+        "Find the best `aio` section for a drive.",
         "--path /mnt/nvme0 --seconds 60 --output aio.json",
     ),
     "verify": (
-        "Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.",
+        "Verify bits and speed of training on this machine's GPU or CPU.",
         "--path /mnt/nvme0",
     ),
 }
@@ -82,8 +85,8 @@ def load(name: str, commands: Mapping[str, Command] = COMMANDS) -> Any:
     """Load the command called `name`, with its options."""
     found = getattr(import_module(commands[name].module), name.replace("-", "_"))
     if not isinstance(found, typer.Typer):
-        alone = typer.Typer(add_completion=False)
-        alone.command(name)(found)
+        alone = typer.Typer(add_completion=False, **PLAIN)
+        alone.command(name, context_settings=PLAIN["context_settings"])(found)
         found = alone
     command = typer.main.get_command(found)
     if example := commands[name].example:
@@ -91,7 +94,7 @@ def load(name: str, commands: Mapping[str, Command] = COMMANDS) -> Any:
     return command
 
 
-app = typer.Typer(name="offload", cls=group_of(COMMANDS), no_args_is_help=True, add_completion=False)
+app = typer.Typer(name="offload", cls=group_of(COMMANDS), no_args_is_help=True, **PLAIN)
 
 
 def _say_version(asked: bool) -> None:

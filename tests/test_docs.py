@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import doctest
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,20 @@ def blocks(page):
     return list(FENCE.finditer(page.read_text(encoding="utf-8")))
 
 
+def outputs(page):
+    """What a page says that each of its blocks prints: by the start of that block, the text of the block behind it."""
+    found = blocks(page)
+    return {block.start(): said["body"] for block, said in pairwise(found) if said["info"] == "text output"}
+
+
+def assert_printed(page, block, printed):
+    """Compare what a block printed with what its page says; ``...`` stands for anything."""
+    said = outputs(page).get(block.start())
+    if said is not None:
+        same = doctest.OutputChecker().check_output(said, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        assert same, f"{page.name} says\n{said}\nprinted\n{printed}"
+
+
 def on_these(drives, code):
     """A block with drives of the test in place of those that are shown."""
     for shown, drive in zip(DRIVES, drives, strict=True):
@@ -200,8 +216,9 @@ def test_code_blocks_run(page, drives):
     for block in runnable(page):
         first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
         code = "\n" * first_line + on_these(drives, block["body"])
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, str(page), "exec"), namespace)  # errors name the page's own line
+        assert_printed(page, block, printed.getvalue())
 
 
 IMPORTS_TRANSFORMERS = ("README.md", "docs/configuration.md", "docs/hugging_face.md")
@@ -254,7 +271,7 @@ def test_every_block_of_a_tutorial_is_run(page):
     files = {match["name"]: block["body"] for block in found if (match := FILE.fullmatch(block["info"]))}
     commands = "".join(block["body"] for block in found if block["info"] == COMMANDS)
     assert commands
-    assert len(files) == sum(block["info"] not in (COMMANDS, "python runnable") for block in found)
+    assert len(files) == sum(block["info"] not in (COMMANDS, "python runnable", "text output") for block in found)
     for name, code in files.items():
         assert name in commands or any(name in other for other in files.values()), name
         compile(code, name, "exec") if name.endswith(".py") else json.loads(code)
@@ -272,7 +289,11 @@ def test_a_tutorial_runs_as_it_is_typed(page, drives):
         code = on_these(drives, block["body"])
         if match := FILE.fullmatch(block["info"]):
             Path(match["name"]).write_text(code, encoding="utf-8")
+        printed = ""
         for line in code.splitlines() if block["info"] == COMMANDS else ():
             done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=environment)
             fine = (0, 1) if line.startswith("offload doctor") else (0,)
             assert done.returncode in fine, f"{line}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            printed += done.stdout
+        if block["info"] == COMMANDS:
+            assert_printed(page, block, printed)

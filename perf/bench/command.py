@@ -61,7 +61,7 @@ def bench(
         Path | None, typer.Option("--save", help="Folder for the results: JSON, Markdown and HTML.")
     ] = None,
 ) -> None:
-    """Measure bandwidth, IOPS, latency and processor time of reading, writing and both.
+    """Measure a drive: bandwidth, IOPS, latency and processor time.
 
     Everything is written before it is read, and verified before it is timed. Knobs are named as in fio.
     """

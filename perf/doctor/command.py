@@ -32,7 +32,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine and the given folders, and say what stands in the way of NVMe offload.
+    """Say what stands in the way of NVMe offload on this machine.
 
     Every finding has a level (ok, note, warning, error), and where it is not ok, what it means and what to type.
     A nameless file of 1 MiB is written in each folder and disappears at once; nothing else is written anywhere.

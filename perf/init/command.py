@@ -30,7 +30,7 @@ def init(
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
     host_memory: Annotated[int | None, byte_option("--host-memory", text="By default what there is here.")] = None,
 ) -> None:
-    """Write a section for this machine and a model: the fastest that fits, with an aio section measured here.
+    """Write the fastest section that fits this machine and a model.
 
     What moves least comes first: all in memory, the state on NVMe as far as memory does not hold it, then parameters
     and gradients too. It does not depend on what is in memory now.

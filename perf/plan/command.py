@@ -72,7 +72,10 @@ def plan(
     checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Predict memory, traffic, time and wear of a training step, and the largest model that fits."""
+    """Predict memory, traffic, time and wear of a training step.
+
+    Beside these: the largest model of such layers that fits.
+    """
     try:
         drives, of_class = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
         on_device, copies = _device(device_memory, pcie)

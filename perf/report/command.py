@@ -40,7 +40,7 @@ def report(
         Path | None, typer.Option("--output", "-o", help="By default FILE with the ending .html.")
     ] = None,
 ) -> None:
-    """Write one page of HTML about a run or a benchmark, with its pictures in it.
+    """Write a page of HTML about a run or a benchmark.
 
     The page stands alone: it needs no network, and holds the numbers that its pictures were drawn from.
     """

@@ -43,8 +43,10 @@ class _ListUnlessTold(TyperGroup):
 runs = typer.Typer(
     cls=_ListUnlessTold,
     add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "List the durable runs below the given folders: model, step, age, bytes, and whether they are alive.\n\n"
+        "List durable runs, export what they committed, remove them.\n\n"
         "A run is durable where `offload_optimizer.durable` says so; its directories stay when it ends, however it "
         "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes, and "
         "`offload runs export NAME FOLDER PATH ...` writes what was committed as weights or as a checkpoint, without "

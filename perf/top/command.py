@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import socket
+import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -28,10 +33,10 @@ from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read
 from nvme_offload.perf.plan.machine import Drives, MachineError
 from nvme_offload.perf.report.command import PARTS
 
-BAR = 24  # characters of a bar
+BAR = 20  # characters of a bar
 HEALTH_SECONDS = 60  # the words of SMART are shown for so long: to ask costs a process, and wear is slow
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
-NOTHING_YET = "nothing noted yet; a run begins to with the first step after a second"
+NOTHING_YET = "a run has begun here and has not ended a step yet"
 State = Literal["live", "ended", "gone", "unknown"]
 
 
@@ -77,23 +82,27 @@ def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) ->
     parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
     rows = list(drives.rows(record["paths"]))
     if rows:
-        table = Table("path", "drive", "temperature", "endurance used", "written in its life", box=None, pad_edge=False)
+        table = Table("path", "drive", "warmth", "worn", "written in all", box=None, pad_edge=False)
         for row in rows:
             table.add_row(*row)
         parts.append(table)
-    return Panel(Group(*parts), title=_title(run, now), title_align="left")
+    return Panel(
+        Group(*parts), title=_title(record), title_align="left", subtitle=_state(run, now), subtitle_align="left"
+    )
 
 
-def _title(run: RunOnShow, now: float) -> Text:
+def _title(record: Mapping[str, Any]) -> str:
+    rank = f"rank {record['rank']} of {record['world_size']}"
+    return f"{record['optimizer']}, {rank}, pid {record['pid']} on {record['host']}"
+
+
+def _state(run: RunOnShow, now: float) -> Text:
     record, state = run.record, run.state
     noted = f"noted {max(0.0, now - record['time']):.0f} s ago"
     last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
     words = {"live": f"live, {noted}", "ended": f"ended {last}", "gone": f"gone, last heard of {last}"}
     elapsed = timedelta(seconds=round(record["time"] - record["started"]))
-    head = (
-        f"{record['optimizer']}, rank {record['rank']} of {record['world_size']}, pid {record['pid']} on "
-        f"{record['host']}: {record['scalars']['steps']} steps in {elapsed}, "
-    )
+    head = f"{record['scalars']['steps']} steps in {elapsed}, "
     return Text.assemble(head, (words.get(state, f"on another host, {noted}"), _STYLES[state]))
 
 
@@ -115,15 +124,16 @@ def _now(record: Mapping[str, Any], limit: float | None) -> Table:
         moved = since["bytes_read"] + since["bytes_written"]
         of = limit or record["peak_rate"]
         rate = moved / busy if busy else 0.0
-        table.add_row("read", format_rate(since["bytes_read"] / seconds), "")
-        table.add_row("written", format_rate(since["bytes_written"] / seconds), "")
-        whose = "of what bench measured" if limit else "of the most in this run"
-        share = f"{rate / of:.0%} {whose}, {format_rate(of)}" if of else ""
-        table.add_row("rate while busy", format_rate(rate), _bar(rate / of if of else 0.0), share)
-        table.add_row("busy", f"{busy / seconds:.0%}", _bar(busy / seconds), "of the time")
-    table.add_row("depth", f"{scalars['achieved_depth']:.1f}", "", f"of {record['queue_depth']}, {record['engine']}")
+        table.add_row("read", format_rate(since["bytes_read"] / seconds))
+        table.add_row("written", format_rate(since["bytes_written"] / seconds))
+        table.add_row("rate while busy", format_rate(rate), _bar(rate / of if of else 0.0))
+        if of:
+            table.add_row("  bench measured" if limit else "  the most in this run", format_rate(of))
+        table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds))
+    depth, most = scalars["achieved_depth"], record["queue_depth"]
+    table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most), record["engine"])
     total = scalars["bytes_written"] + scalars["param_bytes_written"] + scalars["grad_bytes_written"]
-    table.add_row("written by this run", format_bytes(total), "")
+    table.add_row("written by this run", format_bytes(total))
     return table
 
 
@@ -132,20 +142,25 @@ def _iteration(scalars: Mapping[str, float | None], limit: str | None) -> Render
     if seconds is None or share is None:
         return Text("no iteration yet")
     table = _grid()
-    table.add_row("iteration", f"{seconds:.3g} s", "", f"limited by: {limit}")
+    table.add_row("iteration", _seconds(seconds), f"limited by {limit}")
     table.add_row("share of the ideal", f"{share:.0%}", _bar(share))
     for words, name in PARTS.items():
         part = scalars[name] or 0.0
-        table.add_row(f"  {words}", f"{part:.3g} s", _bar(part / seconds if seconds else 0.0))
+        table.add_row(f"  {words}", _seconds(part), _bar(part / seconds if seconds else 0.0))
     return table
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 def _grid() -> Table:
+    """Make a table that fits 80 columns, in a frame."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=30)
-    table.add_column(justify="right", width=11)
+    table.add_column(justify="right", width=12)
     table.add_column(width=BAR)
-    table.add_column()
+    table.add_column(width=8)
     return table
 
 
@@ -165,40 +180,49 @@ def top(
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the latest records as lines of JSON.")] = False,
 ) -> None:
-    """Watch a run: where its bytes are, how fast they move, what it waits for, and how its drives are.
+    """Watch a run: its bytes, rates, waits and drives.
 
-    Live on a terminal until the run ends or Ctrl-C; elsewhere one look. Nothing of the run is touched.
+    On a terminal it is live until the run ends or you type q; before the first step it waits. Elsewhere it looks once.
+    Nothing of the run is touched.
     """
     try:
         limit = Drives.of_bench(bench).mixed if bench else None
     except MachineError as error:
         raise typer.BadParameter(str(error), param_hint="'--bench'") from None
+    console = Console(highlight=False)
+    is_live = console.is_terminal and not once and not as_json
     try:
         found = runs_of(run)
     except NoRunError as error:
-        typer.echo(f"offload: {error}", err=True)
-        raise typer.Exit(2) from None
-    console = Console(highlight=False)
+        if not (is_live and error.has_begun):
+            typer.echo(f"offload: {error}", err=True)
+            raise typer.Exit(2) from None
+        found = []
     if as_json:
         for each in found:
             typer.echo(json.dumps(each.record))
-    elif once or not console.is_terminal:
-        console.print(_page(found, limit, DriveTable()))
-    else:
+    elif is_live:
         _watch(run, found, limit, interval, console)
+    else:
+        console.print(_page(found, limit, DriveTable()))
 
 
 def _page(runs: list[RunOnShow], limit: float | None, drives: DriveTable) -> RenderableType:
     now = time.time()
-    return Group(*(view(run, limit, drives, now) for run in runs))
+    return Group(*(view(run, limit, drives, now) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
 
 
 def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
-    """Look again and again, until every run is over or the user has seen enough; those that are gone stay as last."""
+    """Look again and again, until every run is over or the user types q or Ctrl-C; those that are gone stay as last."""
     drives = DriveTable()
-    with Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        while not all(run.is_over for run in runs):
-            time.sleep(interval)
+    with (
+        suppress(KeyboardInterrupt),
+        Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live,
+        Keyboard() as keyboard,
+    ):
+        while not runs or not all(run.is_over for run in runs):
+            if keyboard.typed(interval) == "q":
+                break
             found = dict[Any, RunOnShow]()
             with suppress(NoRunError):
                 found = {run.key: run for run in runs_of(path)}
@@ -206,8 +230,35 @@ def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: flo
             live.update(_page(runs, limit, drives), refresh=True)
 
 
+class Keyboard:
+    """What is typed is read key by key and not shown, where standard input is a terminal."""
+
+    def __enter__(self) -> Self:
+        self._before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+        if self._before is not None:
+            tty.setcbreak(sys.stdin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+    def typed(self, seconds: float) -> str:
+        """Wait for a key for so long: the key, or an empty string."""
+        if self._before is None:
+            time.sleep(seconds)
+        elif select.select([sys.stdin], [], [], seconds)[0]:
+            return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
+        return ""
+
+
 class NoRunError(RuntimeError):
     """There is nothing to watch at a place; the message says what there is, and what to do."""
+
+    def __init__(self, message: str, *, has_begun: bool = False) -> None:
+        super().__init__(message)
+        self.has_begun = has_begun
+        """Whether a run is there that will have something to watch."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +298,7 @@ def runs_of(path: Path) -> list[RunOnShow]:
         if not files:
             has_begun = list(path.glob(PREFIX + "*")) or (path / "lock").exists()
             elsewhere = f"{path} holds no run: name the nvme_path of a run that goes on, or the file of its run_log"
-            raise NoRunError(f"{path}: {NOTHING_YET}" if has_begun else elsewhere)
+            raise NoRunError(f"{path}: {NOTHING_YET}" if has_begun else elsewhere, has_begun=has_begun)
     elif path.exists():
         files = [path]
     else:
@@ -255,7 +306,7 @@ def runs_of(path: Path) -> list[RunOnShow]:
         raise NoRunError(f"{path} is not there: {last}")
     runs = [RunOnShow(records[-1]) for file in files if (records := _read(file))]
     if not runs:
-        raise NoRunError(f"{path}: {NOTHING_YET}")
+        raise NoRunError(f"{path}: {NOTHING_YET}", has_begun=True)
     return runs
 
 

@@ -285,7 +285,10 @@ def tune(
     output: Annotated[Path, typer.Option(help="The aio section.")] = Path("aio.json"),
     as_json: Json = False,
 ) -> None:
-    """Search block size, depth, rings and engine for the best `aio` section, on a step's 1:1 pattern."""
+    """Find the best `aio` section for a drive.
+
+    Block size, depth, rings and engine are tried on the pattern of a step, which reads and writes alike.
+    """
     search = Search(paths=tuple(path), size=size, seconds=seconds, direct=direct, output=output)
     with failures_in_words():
         document = run_tune(search)

@@ -46,7 +46,7 @@ def verify(
     as_json: Json = False,
     save_to: SaveTo = None,
 ) -> None:
-    """Verify bits and speed of training on this machine's GPU, or on its CPU where it has none.
+    """Verify bits and speed of training on this machine's GPU or CPU.
 
     Runs on the device are compared with runs on the CPU bit by bit; then copies, the drive and iterations are
     measured. Each check has a time limit, and one that ends its process ends nothing else.

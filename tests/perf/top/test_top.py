@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
@@ -63,20 +64,13 @@ def training(tmp_path):
         run.wait()
 
 
-def test_a_live_run_and_after_its_end(training, tmp_path):
-    """One training process: looked at while it goes on, on a terminal until it ends, and in its log afterwards."""
-    done = until(lambda: (done := offload(tmp_path)) and "limited by:" in done.output and done)
-    assert done.exit_code == 0, done.output
-    for words in ("OffloadAdamW, rank 0 of 1", f"pid {training.pid}", "live, noted", "optimizer state", "limited by:"):
-        assert words in done.output
-    first = json.loads(offload(tmp_path, "--json").output)
-    until(lambda: json.loads(offload(tmp_path, "--json").output)["scalars"]["steps"] > first["scalars"]["steps"])
-    (directory,) = tmp_path.glob("nvme-offload-*")
-    assert "live, noted" in offload(directory).output
-
+@contextmanager
+def watched(folder):
+    """`offload top` on a terminal of 80 columns: its process, what it has shown so far, what types to it."""
     terminal, screen = pty.openpty()
-    command = [sys.executable, "-m", "nvme_offload", "top", str(tmp_path), "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=screen, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"}) as watcher:
+    command = [sys.executable, "-m", "nvme_offload", "top", str(folder), "--interval", "0.1"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdin=screen, stdout=screen, env=environment) as watcher:
         os.close(screen)
         seen = b""
 
@@ -89,12 +83,43 @@ def test_a_live_run_and_after_its_end(training, tmp_path):
                     time.sleep(0.01)
             return seen
 
+        yield watcher, look, lambda key: os.write(terminal, key)
+    os.close(terminal)
+
+
+def test_it_waits_for_the_first_step_until_q_is_typed(tmp_path):
+    (tmp_path / "nvme-offload-1-0").mkdir()
+    with watched(tmp_path) as (watcher, look, write):
+        until(lambda: b"has not ended a step yet" in look())
+        assert watcher.poll() is None
+        write(b"q")
+        assert watcher.wait(PATIENCE) == 0
+
+
+def test_it_fits_80_columns(log):
+    lines = CliRunner().invoke(cli.app, ["top", str(log)], env={"COLUMNS": "80"}).output.splitlines()
+    assert max(map(len, lines)) == 80
+    assert "…" not in "".join(lines)
+    assert len(lines) <= 24
+
+
+def test_a_live_run_and_after_its_end(training, tmp_path):
+    """One training process: looked at while it goes on, on a terminal until it ends, and in its log afterwards."""
+    done = until(lambda: (done := offload(tmp_path)) and "limited by" in done.output and done)
+    assert done.exit_code == 0, done.output
+    for words in ("OffloadAdamW, rank 0 of 1", f"pid {training.pid}", "live, noted", "optimizer state", "limited by"):
+        assert words in done.output
+    first = json.loads(offload(tmp_path, "--json").output)
+    until(lambda: json.loads(offload(tmp_path, "--json").output)["scalars"]["steps"] > first["scalars"]["steps"])
+    (directory,) = tmp_path.glob("nvme-offload-*")
+    assert "live, noted" in offload(directory).output
+
+    with watched(tmp_path) as (watcher, look, _):
         until(lambda: look().count(b"live, noted") >= 3)
         (tmp_path / "stop").touch()
         until(lambda: look() and watcher.poll() is not None)
         assert watcher.returncode == 0
-        assert b"gone, last heard of" in seen
-    os.close(terminal)
+        assert b"gone, last heard of" in look()
     assert training.wait(PATIENCE) == 0
 
     ended = offload(tmp_path / "run.jsonl")
@@ -138,13 +163,15 @@ def shown(output):
 def test_every_figure_is_the_records(log):
     text = shown(offload(log).output)
     for words in (
-        "OffloadLion, rank 3 of 8, pid 1 on elsewhere: 17 steps in 1:01:01, on another host",
+        "OffloadLion, rank 3 of 8, pid 1 on elsewhere",
+        "17 steps in 1:01:01, on another host",
         "optimizer state 1 GiB 3 GiB",
         "read 1.00 GB/s written 0.50 GB/s rate while busy 3.00 GB/s",
-        "75% of the most in this run, 4.00 GB/s",
-        "depth 12.2 of 32, io_uring written by this run 5 GiB",
-        "iteration 2 s limited by: drive share of the ideal 50%",
-        "waiting for the drive 0.75 s",
+        "the most in this run 4.00 GB/s",
+        "depth, of 32 12.2",
+        "io_uring written by this run 5 GiB",
+        "iteration 2.00 s limited by drive share of the ideal 50%",
+        "waiting for the drive 750.0 ms",
     ):
         assert words in text, text
     assert runs_of(log)[0].state == "unknown"
@@ -164,7 +191,7 @@ def test_a_run_that_was_killed_is_not_called_live(tmp_path):
 
 def test_the_limit_of_a_benchmark_takes_the_place_of_the_runs_own(log, tmp_path):
     bench = write_bench(tmp_path / "bench.json")
-    assert "50% of what bench measured, 6.00 GB/s" in shown(offload(log, "--bench", bench).output)
+    assert "bench measured 6.00 GB/s" in shown(offload(log, "--bench", bench).output)
     assert offload(log, "--bench", log).exit_code == 2
 
 
@@ -203,6 +230,6 @@ def test_a_place_without_a_run_is_said(tmp_path):
     assert done.exit_code == 2
     assert "the file of run_log in its section stays" in done.output
     (tmp_path / "nvme-offload-1-0").mkdir()
-    assert "nothing noted yet" in offload(tmp_path).output
+    assert "has not ended a step yet" in offload(tmp_path).output
     (tmp_path / "notes").write_text("hello\n")
     assert "notes, line 1: not what a run notes of itself" in offload(tmp_path / "notes").output
