@@ -175,7 +175,7 @@ def blocks(page):
 
 
 def outputs(page):
-    """What a page says that each of its blocks prints: by the start of that block, the text of the block behind it."""
+    """A page says what its blocks print: by the start of a block, the text of the output behind it."""
     found = blocks(page)
     return {block.start(): said["body"] for block, said in pairwise(found) if said["info"] == "text output"}
 
