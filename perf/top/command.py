@@ -231,7 +231,7 @@ def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: flo
 
 
 class Keyboard:
-    """What is typed is read key by key and not shown, where standard input is a terminal."""
+    """A terminal as standard input gives one key at a time and does not show it."""
 
     def __enter__(self) -> Self:
         self._before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
