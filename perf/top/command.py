@@ -296,7 +296,7 @@ def runs_of(path: Path) -> list[RunOnShow]:
         own = path / RECORD_NAME
         files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}"))
         if not files:
-            has_begun = list(path.glob(PREFIX + "*")) or (path / "lock").exists()
+            has_begun = any(path.glob(PREFIX + "*")) or (path / "lock").exists()
             elsewhere = f"{path} holds no run: name the nvme_path of a run that goes on, or the file of its run_log"
             raise NoRunError(f"{path}: {NOTHING_YET}" if has_begun else elsewhere, has_begun=has_begun)
     elif path.exists():
