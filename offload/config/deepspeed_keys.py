@@ -26,15 +26,18 @@ TOP_IGNORED = {
     "seq_parallel_communication_data_type": "there is no sequence parallelism here",
     "activation_checkpointing": "only deepspeed.checkpointing reads it, which a model calls itself; call "
     "torch.utils.checkpoint there or, of a Hugging Face model, gradient_checkpointing_enable()",
-    **each("monitor_config comms_config log cuda_visible_devices _comment //", "DeepSpeed does not read it either"),
+    **each(
+        "monitor_config comms_config log cuda_visible_devices comment _comment //", "DeepSpeed does not read it either"
+    ),
     "use_data_before_expert_parallelism": "the mesh that initialize gets has the order of ranks",
 }
 TOP_ONLY = {
     "amp": ({"enabled": False}, "there is no Apex; enable bf16, fp16 or torch_autocast"),
     "autotuning": ({"enabled": False}, "nothing is tuned by trial runs; `offload tune` tries the drive"),
     "checkpoint": (
-        {"load_universal": False, "use_node_local_storage": False},
-        "checkpoints have the format of torch.distributed.checkpoint, in one folder that all ranks see",
+        {"use_node_local_storage": False},
+        "each rank writes its part into one folder that all see, all have to agree on the tag, any number of ranks "
+        "loads it",
     ),
     "elasticity": ({"enabled": False}, "a run keeps its ranks, and a checkpoint loads on others; write the batch keys"),
     **each(
@@ -91,8 +94,9 @@ ZERO_IGNORED = {
         "the model's state dict is PyTorch's own; engine.save_16bit_model() writes the whole weights",
     ),
     **each(
-        "load_from_fp32_weights ignore_unused_parameters memory_efficient_linear override_module_apply "
-        "elastic_checkpoint legacy_stage1 log_trace_cache_warnings enable_sanity_checks pipeline_loading_checkpoint",
+        "load_from_fp32_weights ignore_unused_parameters find_unused_parameters memory_efficient_linear "
+        "override_module_apply elastic_checkpoint legacy_stage1 log_trace_cache_warnings enable_sanity_checks "
+        "pipeline_loading_checkpoint",
         _OWN_ENGINE,
     ),
     "cpu_offload": '`true` is read as "offload_optimizer": {"device": "cpu"}, of which it is the old spelling',

@@ -213,7 +213,8 @@ class _Reader:
             places = " or ".join(home.removesuffix(".") or "the top level" for home in homes)
             return f"{name} belongs in {places}; write {' or '.join(f'{home}{name}' for home in homes)}"
         for home in sorted(names, key=lambda home: home != prefix):  # this section first
-            if near := get_close_matches(name, names[home], n=1):
+            known = [key for key in names[home] if prefix or key not in models[home].IGNORED]
+            if near := get_close_matches(name, known, n=1, cutoff=0.6 if prefix else 0.75):
                 return f"the nearest known key is {home}{near[0]}"
             if not prefix:
                 return ""

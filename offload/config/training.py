@@ -38,6 +38,10 @@ class Bf16Config(Section):
     IGNORED: ClassVar = {
         "immediate_grad_update": "a gradient is always added to its partition as it arrives",
         "check_grad_overflow": "a step with a gradient that is not finite is always skipped and counted",
+        **each(
+            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+            "bf16 has the range of fp32 and no loss scale; the key is of fp16",
+        ),
     }
     ONLY: ClassVar = each(
         "bf16_master_weights_and_grads bf16_optimizer_states", (False, "master weights and moments are fp32")
@@ -65,6 +69,7 @@ class Fp16Config(Section):
     IGNORED: ClassVar = {
         "fused_mode": "the update is always one fused kernel",
         "auto_cast": "inputs of floating-point numbers are cast to the dtype of the forward in any case",
+        **each("opt_level fp16_scale_tolerance", "DeepSpeed does not read it either"),
     }
     ONLY: ClassVar = {
         "fp16_master_weights_and_grads": (False, "master weights and moments are fp32"),

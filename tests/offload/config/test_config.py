@@ -45,7 +45,7 @@ def nvme(**keys):
 # A bad section, the line that says so must start with the second, and holds the third.
 BAD = [
     # unknown keys: misspelled, in the wrong section, of no use
-    ({"aoi": {}}, "aoi = {}", "nearest known key is aio"),
+    ({"aios": {}}, "aios = {}", "nearest known key is aio"),
     ({"zero_optimisation": {}}, "zero_optimisation = {}", "nearest known key is zero_optimization"),
     ({"aio": {"queue_dept": 8}}, "aio.queue_dept = 8", "nearest known key is aio.queue_depth"),
     ({"aio": {"Engine": "auto"}}, 'aio.Engine = "auto"', "nearest known key is aio.engine"),

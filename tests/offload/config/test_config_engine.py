@@ -115,7 +115,7 @@ BAD = [
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp = ", "enable bf16, fp16 or torch_autocast"),
     ({"amp": True}, "amp = true", 'write {"enabled": false} or leave it out'),
     ({"elasticity": {"enabled": True}}, "elasticity = ", "write the batch keys"),
-    ({"checkpoint": {"load_universal": True}}, "checkpoint = ", "torch.distributed.checkpoint"),
+    ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint = ", "one folder that all see"),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op = "sum"', 'write "mean" or leave it out'),
     (
         {ZERO: {"offload_param": {"device": "nvme"}}},
@@ -310,7 +310,7 @@ def test_harmless_sections_are_accepted_with_their_reasons():
     harmless = {
         "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
         "amp": {"enabled": False, "opt_level": "O1"},
-        "checkpoint": {"tag_validation": "Warn"},
+        "checkpoint": {"tag_validation": "Warn", "load_universal": True, "parallel_write": {"pipeline_stage": True}},
         "comms_logger": {"enabled": True},
         "csv_monitor": {"enabled": True, "output_path": "logs"},
         "elasticity": {},
