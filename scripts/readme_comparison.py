@@ -89,9 +89,14 @@ def newest() -> Path:
 
 def block(result: Result, name: str) -> str:
     """The lines between the marks; `name`: of the result in perf/results, without its ending."""
-    what, columns, distance, *cannot = notes(result.order, result.found)
+    what, columns, times, distance, *cannot = notes(result.order, result.found)
     where = "; ".join(describe(result.environment))
-    said = [f"{what}.", f"On {where} ([all of it](perf/results/{name}.md)).", f"{columns}; {distance}.", *cannot]
+    said = [
+        f"{what}.",
+        f"On {where} ([all of it](perf/results/{name}.md)).",
+        f"{columns}; {times}; {distance}.",
+        *cannot,
+    ]
     return "\n".join(
         [
             f"![Seconds of an iteration and peak memory of each]({PICTURE.relative_to(ROOT).as_posix()})",

@@ -19,7 +19,7 @@ from nvme_offload.perf.measure.gpt import parse_size
 ENVIRONMENTS = Path(__file__).resolve().parents[3]
 """`make compare` makes an environment here for each peer that needs one."""
 ITERATIONS = 2  # iterations of a turn
-HEAD = ("", "iteration", "over ours", "peak memory", "B read", "B written", "distance")
+HEAD = ("", "iteration", "times ours", "peak memory", "B read", "B written", "distance")
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,14 @@ def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
         f"{parse_size(order.size).num_parameters:,} parameters, {order.tokens} tokens an iteration; bf16 compute over "
         f"fp32 masters, AdamW, clipping at 1.0; {quads} x {ITERATIONS} iterations each of ours, theirs, theirs, ours",
         "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
-        f"distance: of the weights at the end from those of {MEMORY.text}, over the way that those have come",
+        "times ours: the median over rounds of ours, theirs, theirs, ours; above 1 is slower than ours",
+        f"distance: how far the weights end from those of {MEMORY.text}, as a share of how far training moved them",
         *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None),
     ]
 
 
 def distance(weights: Path, reference: Path, size: str) -> float:
-    """Return the norm of the difference of two trainings, over that of the way that the second has come.
+    """Return how far two trainings end from one another, as a share of how far the second moved its weights.
 
     Both are files with the master weights at the end, by name; `size`: layers and width of the model.
     """
