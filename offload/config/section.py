@@ -389,6 +389,11 @@ class OffloadConfig(Section):
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         return complete_batch_sizes(train, micro, self.gradient_accumulation_steps, world_size)
 
+    def completed_for(self, world_size: int) -> Self:
+        """Return the section with its gradient accumulation steps, which the tier plan counts uses with."""
+        steps = self.batch_sizes(world_size).gradient_accumulation_steps
+        return self.model_copy(update={"gradient_accumulation_steps": steps})
+
     def contradictions(self) -> Iterator[Contradiction]:
         """Weights without paths, precisions beside each other, updates that nothing may undo."""
         yield from self._weights_and_paths()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from nvme_offload.optim.checkpoint.contents import Contents
+from nvme_offload.optim.ranks.collective import gather
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:
@@ -14,9 +13,7 @@ def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> 
     if stages is None:
         return [contents]
     described = Contents(contents.kinds, contents.paths, contents.tied, group_names=contents.group_names)
-    found: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(found, described, group=stages)
-    return found
+    return [*gather(described, stages).values()]
 
 
 def take_on_stages(contents: Contents, stages: list[Contents]) -> None:

@@ -54,7 +54,7 @@ from nvme_offload.optim.checkpoint.storage import (
     read_metadata,
     write_metadata,
 )
-from nvme_offload.optim.ranks.collective import is_alone, is_first_rank, on_every_rank, on_first_rank
+from nvme_offload.optim.ranks.collective import gather, is_alone, is_first_rank, on_every_rank, on_first_rank
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.telemetry.warn import warn_user
 
@@ -82,28 +82,18 @@ def save(training: TrainingParts, root: Path, tag: str | None, client_state: Map
     store = training.optimizer.store
     on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
     with store.at_rest():
-        return _save(training, root, tag, client_state)
+        save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
+        return write(root, save, training.group)
 
 
-def _save(training: TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
-    store, group = training.optimizer.store, training.group
-    save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
+def write(root: Path, save: AgreedSave, group: dist.ProcessGroup | None) -> Path:
+    """Write a checkpoint that all ranks of a group have agreed on; return its folder."""
     with PartialFolder(root, save.tag, group) as partial:
         items = plan_items(partial, save.contents, group)
         with progress("writing the checkpoint", items.size_bytes) as advance:
             own = on_every_rank(lambda: items.write(advance), group)
-        said = [""] * dist.get_world_size(group)
-        dist.all_gather_object(said, own.as_json(), group=group)
-        return on_first_rank(lambda: finish(partial, save, items, map(RankFile.from_json, said)), group)
-
-
-def save_alone(root: Path, save: AgreedSave) -> Path:
-    """Write a checkpoint whose items are all this process's, where there is no process group; return its folder."""
-    with PartialFolder(root, save.tag, None) as partial:
-        items = plan_items(partial, save.contents, None)
-        with progress("writing the checkpoint", items.size_bytes) as advance:
-            written = items.write(advance)
-        return finish(partial, save, items, [written])
+        written = map(RankFile.from_json, gather(own.as_json(), group).values())
+        return on_first_rank(lambda: finish(partial, save, items, written), group)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,12 @@ def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
-    """Gather what each rank gives, by rank, pickled. Each group is of one dimension of a mesh, or None: all ranks."""
-    found = {dist.get_rank(): value}
-    for group in groups:
+    """Gather what each rank gives, by rank, pickled. Each group is of one dimension of a mesh, or None: all ranks.
+
+    Collective. Without a process group there is rank 0 alone.
+    """
+    found = {0 if is_alone() else dist.get_rank(): value}
+    for group in () if is_alone() else groups:
         parts: list[dict[int, T]] = [{} for _ in range(dist.get_world_size(group))]
         if len(parts) > 1:
             dist.all_gather_object(parts, found, group=group)

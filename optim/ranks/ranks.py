@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.optim.ranks.collective import device_of, gather, is_alone, on_every_rank
+from nvme_offload.optim.ranks.collective import device_of, gather, on_every_rank
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Ranks:
 
     def gather(self, value: T) -> dict[int, T]:
         """See `collective.gather`."""
-        return gather(value, *self._groups) if self.several else {0 if is_alone() else dist.get_rank(): value}
+        return gather(value, *self._groups)
 
     def together(self, action: Callable[[], T]) -> T:
         """See `collective.on_every_rank`."""

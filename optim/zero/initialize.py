@@ -45,7 +45,6 @@ from nvme_offload.optim.zero.meshes import (
 )
 from nvme_offload.optim.zero.param_groups import NamedGroup, groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
-from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.optim.zero.sharding import default_mesh, is_launched, shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -165,7 +164,7 @@ class _Making:
         """Look whether all of it goes together on this mesh."""
         _prepare_process(self.model, self.device_type)
         check_not_sharded(self.model, roles)
-        self.config = completed_for(self.config, roles.num_data_parallel_ranks)
+        self.config = self.config.completed_for(roles.num_data_parallel_ranks)
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
         rules = {name: group.rule for group in self.groups for name in group.names}

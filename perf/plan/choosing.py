@@ -9,7 +9,6 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.optim.zero.section_checks import completed_for
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
 from nvme_offload.perf.plan.prediction import tier_plan
@@ -86,7 +85,7 @@ class Chooser:
 
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""
-        config = completed_for(OffloadConfig.of(section), self.machine.ranks)
+        config = OffloadConfig.of(section).completed_for(self.machine.ranks)
         return Job(shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing)
 
     def _left(self, job: Job) -> int:
