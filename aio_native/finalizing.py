@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from nvme_offload.aio_native.interrupt import DeferredInterrupt
+from nvme_offload.aio_native.interrupt import DeferredInterrupt, is_inside
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,13 +52,7 @@ def _undisturbed(function: Callable[..., object], args: tuple[Any, ...], kwargs:
 def _deliver_behind(finalizer: FrameType) -> None:
     """Send the main thread SIGINT when it has left a frame."""
     main = threading.main_thread().ident
-    while main is not None and _is_inside(sys._current_frames().get(main), finalizer):
+    while main is not None and is_inside(sys._current_frames().get(main), finalizer):
         time.sleep(_LOOK_AGAIN_SECONDS)
     if main is not None:
         signal.pthread_kill(main, signal.SIGINT)
-
-
-def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
-    while frame is not None and frame is not outer:
-        frame = frame.f_back
-    return frame is not None

@@ -62,21 +62,25 @@ class DeferredInterrupt:
         return pending
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        left = frame is not None and not self._is_inside(frame)
+        left = frame is not None and not is_inside(frame, self._caller)
         if left:
             signal.signal(signal.SIGINT, self._previous)
         if (left or self._pending) and callable(self._previous):
             self._previous(number, frame)
         self._pending = not left
 
-    def _is_inside(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame is not self._caller:
-            frame = frame.f_back
-        return frame is not None
+
+def is_inside(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Whether a frame is `outer`, or was called from there."""
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _looking_past_those_left(handler: Any, frame: FrameType) -> Any:
     """Return a handler of SIGINT, or what was there before, where it is of a block that is no longer on the stack."""
-    while isinstance(owner := getattr(handler, "__self__", None), DeferredInterrupt) and not owner._is_inside(frame):
+    while isinstance(owner := getattr(handler, "__self__", None), DeferredInterrupt):
+        if is_inside(frame, owner._caller):
+            break
         handler = owner._previous
     return handler

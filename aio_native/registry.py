@@ -100,7 +100,7 @@ def _open_first(candidates: Sequence[str], options: EngineOptions, cause: str) -
             continue
         reason = "; ".join(filter(None, (cause, _not_available(passed_over))))
         if reason:
-            _say_once(f"engine {candidate} does the I/O{' from now on' if cause else ''} ({reason})")
+            say_once(f"engine {candidate} does the I/O{' from now on' if cause else ''} ({reason})")
         return OpenedEngine(engine, reason or "the first choice")
     raise EngineUnavailable("; ".join(filter(None, (cause, _not_available(passed_over)))))
 
@@ -112,7 +112,8 @@ def _not_available(names_by_reason: dict[str, list[str]]) -> str:
     )
 
 
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """Warn in the log, once in this process."""
     if sentence not in _said:
         _said.add(sentence)
         logger.warning(sentence)

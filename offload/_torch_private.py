@@ -183,7 +183,7 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
     return [list(group.fsdp_params) for group in _param_groups(module)]
 
 
-def _param_groups(module: torch.nn.Module) -> list[Any]:
+def _param_groups(module: torch.nn.Module | FSDPModule) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -216,9 +216,7 @@ def num_backwards_left(module: FSDPModule) -> int:
     ``FSDPParamGroup._post_forward_indices``: FSDP2's record of forwards whose backward has not come yet. A parameter
     that was used twice is reduced twice, and only the second gradient is whole.
     """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return max((len(group._post_forward_indices) for group in groups if group is not None), default=0)
+    return max((len(group._post_forward_indices) for group in _param_groups(module)), default=0)
 
 
 def drop_unsharded_grads(model: torch.nn.Module) -> None:

@@ -69,18 +69,18 @@ Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(stri
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
 
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DEFAULT_RUN = "default"
 
 
 def _run_name(value: Any) -> bool | str:
-    if isinstance(value, bool) or (isinstance(value, str) and _RUN_NAME.fullmatch(value)):
+    if isinstance(value, bool) or (isinstance(value, str) and RUN_NAME.fullmatch(value)):
         return value
     raise ValueError("is neither true nor false nor a name of 1..64 letters, digits, dots, underscores and hyphens")
 
 
 RunName = Annotated[
-    bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": _RUN_NAME.pattern})
+    bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": RUN_NAME.pattern})
 ]
 
 
@@ -101,18 +101,19 @@ WearLimit = Annotated[
 def _rewrite_every(value: Any) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_PERIOD:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_PERIOD:
         return value
-    raise ValueError(f'is neither a whole number, 1..{_MAX_PERIOD}, nor "auto"')
+    raise ValueError(f'is neither a whole number, 1..{MAX_PERIOD}, nor "auto"')
 
 
-_MAX_PERIOD = 16
+MAX_PERIOD = 16
+"""The longest period: beyond, the gradients themselves are nearly all that is written."""
 RewriteEvery = Annotated[
     int | Literal["auto"],
     PlainValidator(_rewrite_every),
     WithJsonSchema(
         {
-            "anyOf": [{"type": "integer", "minimum": 1, "maximum": _MAX_PERIOD}, {"const": "auto"}],
+            "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_PERIOD}, {"const": "auto"}],
             "x-words": ["auto"],
         }
     ),

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.errors import ForeignFolderError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
-from nvme_offload.offload.storage.run_folder import make_run_folder, read_in, replace_in
+from nvme_offload.offload.storage.run_folder import is_at, make_run_folder, read_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.sync import sync_folder
 
@@ -45,13 +46,12 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 }
 """The fields that are read, and what each must be."""
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({_RUN_NAME.pattern})-rank(\d+)")
+_DIRECTORY_NAME = re.compile(re.escape(PREFIX) + rf"({RUN_NAME.pattern})-rank(\d+)")
 
 
 def check_name(name: str) -> None:
     """Raise ValueError for what cannot be the name of a run."""
-    if not _RUN_NAME.fullmatch(name):
+    if not RUN_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} cannot name a run: write at most 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
@@ -117,7 +117,7 @@ class DurableDirectory:
                 alive = owner.lock(swap.fd, self.path, closed_here=not is_open)
                 if alive is not None:
                     raise StateError(f"the durable run {self.name!r}", "a run that nobody is in", f"{alive} is in it")
-                if _is_at(swap.path, swap.fd):
+                if is_at(swap.path, swap.fd):
                     owner.Owner.this().note_in(self.path)
                     sync_folder(self.path)
                     self._swap = swap
@@ -164,11 +164,3 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Whether an open file is the one that has this name now."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from nvme_offload.offload.config.section import MAX_PERIOD
+
 SECONDS_PER_DAY = 86_400
-MAX_PERIOD = 16
-"""The longest period: beyond, the gradients themselves are nearly all that is written."""
 USUAL_PERIOD = 4
 """The longest that is chosen for speed: beyond, little is won, and staging buffers and replays grow."""
 

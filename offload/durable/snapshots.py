@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
@@ -33,7 +34,7 @@ PREFIXES = (PREPARED, PUBLISHED, SET_ASIDE)
 HELD_NAME = "held.json"
 """The file that says what the swap files had when a snapshot was found damaged, by the digest of its file."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?<!\.new)")  # `replace_in` leaves files that end so
+_NAME = re.compile(RUN_NAME.pattern + r"(?<!\.new)")  # `replace_in` leaves files that end so
 
 
 class Snapshots(Mapping[str, Manifest]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,8 @@ from nvme_offload.aio_native import (
     open_engine,
     open_next_engine,
 )
+from nvme_offload.aio_native.registry import say_once
 from nvme_offload.offload.errors import SwapIOError
-
-logger = logging.getLogger(__name__)
 
 
 class EngineInUse:
@@ -50,7 +48,7 @@ class EngineInUse:
         engine = self.latest.engine
         self.registration = Registration() if engine.breakdown else engine.register(regions, self._fds)
         for refusal in self.registration.refusals:
-            _say_once(refusal)
+            say_once(refusal)
         return self.registration
 
     def replace(self, broken: Engine) -> bool:
@@ -97,12 +95,3 @@ def _open(name: str, options: EngineOptions, path: Path) -> OpenedEngine:
         raise
     except OSError as error:
         raise SwapIOError(error.errno or errno.EIO, path=path, direction="allocate", extent="the I/O engine") from error
-
-
-_said: set[str] = set()
-
-
-def _say_once(sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
-        logger.warning(sentence)

@@ -109,7 +109,16 @@ class MemoryTier(ABC):
 
     def stats(self) -> EngineStats:
         """Bytes copied since construction."""
-        return stats_of(self._bytes_by_kind)
+        moved = {op: sum(count for (its_op, _), count in self._bytes_by_kind.items() if its_op is op) for op in Op}
+        return EngineStats(
+            requests=0,
+            retries=0,
+            bytes_read=moved[Op.READ],
+            bytes_written=moved[Op.WRITE],
+            depth_ns=0,
+            busy_ns=0,
+            cpu_ns=0,
+        )
 
     def close(self) -> None:
         """Let all memory go, with its last users. Idempotent."""
@@ -170,17 +179,3 @@ def done_at_once(op: Op, buffer: StagingBuffer) -> Transfer[StagingBuffer]:
     operation = PythonOperation(op, ())
     operation.complete(None)
     return Transfer(operation, lambda failure: OSError(failure.errno, "a transfer without I/O"), buffer)
-
-
-def stats_of(bytes_by_kind: Counter[tuple[Op, str]]) -> EngineStats:
-    """Make counters of a tier without an engine."""
-    moved = {op: sum(count for (its_op, _), count in bytes_by_kind.items() if its_op is op) for op in Op}
-    return EngineStats(
-        requests=0,
-        retries=0,
-        bytes_read=moved[Op.READ],
-        bytes_written=moved[Op.WRITE],
-        depth_ns=0,
-        busy_ns=0,
-        cpu_ns=0,
-    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.errors import SwapIOError
-from nvme_offload.offload.storage.run_folder import open_in
+from nvme_offload.offload.storage.run_folder import is_at, open_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.units import format_bytes
 
@@ -173,7 +173,7 @@ def _delete_if_dead(directory: Path) -> int | None:
     lock = open_in(directory, LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
-        if not _is_lock_of(directory, lock.fileno()):
+        if not is_at(directory / LOCK_NAME, lock.fileno()):
             return None  # somebody else removed it meanwhile, and a run that began made another
         size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
         _delete(directory)
@@ -205,7 +205,7 @@ def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
         if os.path.lexists(final):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         hidden.rename(final)
-        if not _is_lock_of(final, lock.fileno()):
+        if not is_at(final / LOCK_NAME, lock.fileno()):
             with contextlib.suppress(OSError):
                 final.rmdir()
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final / LOCK_NAME))
@@ -213,14 +213,6 @@ def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
         lock.close()
         raise
     return lock
-
-
-def _is_lock_of(directory: Path, lock_fd: int) -> bool:
-    """Whether a descriptor is of the lock file that is in a directory now."""
-    try:
-        return os.path.samestat(os.lstat(directory / LOCK_NAME), os.fstat(lock_fd))
-    except FileNotFoundError:
-        return False
 
 
 def _give_up(claim: _Claim, owner_pid: int) -> None:

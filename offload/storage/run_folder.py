@@ -112,6 +112,14 @@ def replace_in(folder: Path, name: str, content: bytes) -> None:
         raise SwapIOError(code, path=folder / name, offset=0, size_bytes=len(content), direction="write") from error
 
 
+def is_at(path: Path, fd: int) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
 def _opened(folder: Path) -> Descriptor:
     try:
         return Descriptor(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

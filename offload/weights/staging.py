@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.offload.storage.run_folder import is_at
 from nvme_offload.offload.weights.reader import INDEX_FILE
 
 STAGING = ".nvme-offload-export"
@@ -68,7 +69,7 @@ class HiddenFolder:
             except FileNotFoundError:  # whoever had it has just removed it
                 continue
             _lock(self._lock.fileno())
-            if _is_at(path / _LOCK, self._lock.fileno()):
+            if is_at(path / _LOCK, self._lock.fileno()):
                 return
             self._drop_lock()
         raise OSError(errno.EBUSY, f"other exports into {path.parent} come and go: wait for their end")
@@ -93,11 +94,3 @@ def _lock(fd: int) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:  # a file system without locks: two exports must not share a folder there
             raise
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Whether a descriptor is of the file that has this name now."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False

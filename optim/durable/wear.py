@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from nvme_offload.offload.config.section import OffloadOptimizerConfig
-from nvme_offload.offload.durable.rewrite_every import MAX_PERIOD, SECONDS_PER_DAY, DurableBytes, costs_of
+from nvme_offload.offload.config.section import MAX_PERIOD, OffloadOptimizerConfig
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, costs_of
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.units import TB
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM

@@ -2,8 +2,8 @@
 
 import pytest
 
+from nvme_offload.offload.config.section import MAX_PERIOD
 from nvme_offload.offload.durable.rewrite_every import (
-    MAX_PERIOD,
     SECONDS_PER_DAY,
     USUAL_PERIOD,
     DurableBytes,

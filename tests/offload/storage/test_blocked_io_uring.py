@@ -222,7 +222,7 @@ class TestLittleLockedMemory:
         said = [
             message
             for name, message in records
-            if name == "nvme_offload.offload.storage.engine_in_use" and "registered buffers" in message
+            if name == "nvme_offload.aio_native.registry" and "registered buffers" in message
         ]
         assert len(said) == 1, records
         assert "RLIMIT_MEMLOCK (ulimit -l)" in said[0]
