@@ -524,7 +524,7 @@ class OffloadOptimizer(Optimizer):
             compute_seconds=meter.compute_seconds,
             achieved_depth=engine.achieved_depth if engine else 0.0,
             engine=store.tier.name if store.tier else "host memory",
-            engine_reason=store.tier.engine_reason if store.tier else "the state is in host memory",
+            engine_reason=store.tier.opened.reason if store.tier else "the state is in host memory",
             num_subgroups=len(store.slots),
             staging_bytes=store.staging_bytes,
             state_bytes=sum(slot.subgroup.size_bytes for slot in store.slots),

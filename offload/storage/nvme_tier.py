@@ -160,11 +160,6 @@ class NvmeTier:
         return self.opened.engine
 
     @property
-    def engine_reason(self) -> str:
-        """Why this engine and no other, in one sentence."""
-        return self.opened.reason
-
-    @property
     def registration(self) -> Registration:
         """The memory and files that the engine has registered."""
         return self._engines.registration

@@ -152,17 +152,10 @@ def remove_leftovers(path: Path) -> int:
         names = [entry.name for entry in entries if _RUN_NAME.fullmatch(entry.name) and entry.name not in living]
     for name in names:
         with contextlib.suppress(OSError):
-            freed += _remove_if_dead(path / name)
+            if (size := _delete_if_dead(path / name)) is not None:
+                logger.warning("removed what a dead run left behind: %s (%s)", path / name, format_bytes(size))
+                freed += size
     return freed
-
-
-def _remove_if_dead(directory: Path) -> int:
-    """Remove the directory of a dead run; returns the bytes set free. OSError: it is alive, or not ours."""
-    size = _delete_if_dead(directory)
-    if size is None:
-        return 0
-    logger.warning("removed what a dead run left behind: %s (%s)", directory, format_bytes(size))
-    return size
 
 
 def _delete_if_dead(directory: Path) -> int | None:
