@@ -258,7 +258,14 @@ class OffloadOptimizer(Optimizer):
 
         Returns:
             The norm over all ranks before clipping, fp64 on the CPU, of gradients as stored.
+
+        Raises:
+            ValueError: `max_norm` is not more than 0.
         """
+        if not max_norm > 0:
+            raise ValueError(
+                f"clip_grad_norm_: max_norm is {max_norm} and has to be more than 0; zero_grad drops gradients"
+            )
         self._follow()
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64, device="cpu")
 

@@ -215,6 +215,12 @@ class Resumption:
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
         """Read and verify every subgroup, and set its parameters; return the other content, and what went wrong."""
         content = self._content(manifest)
+        if len(content.groups) != len(self._groups):
+            raise ResumeError(
+                self._run.folder,
+                f"is of another run than this: {len(content.groups)} parameter groups were committed, "
+                f"{len(self._groups)} are here. Nothing of it has changed; begin anew under another name",
+            )
         for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
             self._check_group({**group, **options}, number)
         store, extents = self._store, self._run.extents

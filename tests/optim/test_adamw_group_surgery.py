@@ -57,6 +57,8 @@ def test_what_is_in_no_group_counts_for_no_clipping_and_keeps_its_gradient(make_
     set_grads(params, 0)
     del optimizer.param_groups[0]
     expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in params[1:]))
+    with pytest.raises(ValueError, match="max_norm is 0 and has to be more than 0"):
+        optimizer.clip_grad_norm_(0)
     assert math.isclose(float(optimizer.clip_grad_norm_(1e-3)), expected, rel_tol=1e-12)
     optimizer.zero_grad()
     assert [p.grad is None for p in params] == [False, True, True]

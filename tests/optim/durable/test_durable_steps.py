@@ -175,6 +175,10 @@ def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive)
     _, optimizer = fresh(drive, kind=OffloadLion)
     with optimizer, pytest.raises(ResumeError, match=r'"OffloadAdamW" was committed, "OffloadLion" is here'):
         optimizer.resume()
+    _, optimizer = fresh(drive)
+    optimizer.add_param_group({"params": []})
+    with optimizer, pytest.raises(ResumeError, match="1 parameter groups were committed, 2 are here"):
+        optimizer.resume()
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (1, {})
 
