@@ -18,6 +18,7 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.entries import prepare_entries, write_entries
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.state_dict import matched_state, packed_state
@@ -35,7 +36,6 @@ from nvme_offload.optim.step.scalars import check_group
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
-from nvme_offload.optim.telemetry.warn import warn_user
 
 
 class OffloadOptimizer(Optimizer):

@@ -31,7 +31,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "devices", "progress", "units"},
+        {"_torch_private", "devices", "progress", "units", "warn"},
         {"errors"},
         {"host", "sync"},
         {"config"},

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
@@ -15,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.offload.warn import warn_user
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -45,7 +45,7 @@ def read(model: type[AnySection], data: object, source: str, problems: Mapping[s
     }
     if any(told.values()):
         texts = ["\n  ".join([f"{source}: {what}:", *lines]) for what, lines in told.items() if lines]
-        warnings.warn("\n".join(texts), ConfigWarning, stacklevel=3)
+        warn_user("\n".join(texts), ConfigWarning)
     return section
 
 

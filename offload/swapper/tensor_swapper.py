@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from nvme_offload.offload.swapper.pieces import TensorSpec
 from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
 from nvme_offload.offload.swapper.scheduler import KIND, TaskScheduler
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from nvme_offload.offload.warn import warn_user
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ def _read_config(config: OffloadConfig | Mapping[str, Any] | str | Path) -> Offl
         key = "zero_optimization.offload_optimizer.pin_memory"
         raise ConfigError([f"{key} = true: torch sees no device that memory could be pinned for; leave it out"])
     if unread := unread_text(config, "TensorSwapper", BY_SWAPPER):
-        warnings.warn(unread, ConfigWarning, stacklevel=3)
+        warn_user(unread, ConfigWarning)
     return config
 
 

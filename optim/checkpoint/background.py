@@ -17,6 +17,7 @@ from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
@@ -25,7 +26,6 @@ from nvme_offload.optim.checkpoint.storage import PlannedItems
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.worker import Flag
 from nvme_offload.optim.ranks.collective import on_every_rank
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.logs import SlotLogs
 
 
@@ -90,7 +90,7 @@ class BackgroundSave:
                 self._write()
         except BaseException as failure:
             self.failure = failure
-            warn_user(f"the checkpoint in the background failed, and training goes on: {failure}")
+            warn_user(f"the checkpoint in the background failed, and training goes on: {failure}", of_this_rank=True)
         finally:
             self._finalizer.detach()  # it knows all that was written
 

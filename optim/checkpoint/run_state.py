@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import CheckpointError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.checkpoint.contents import Contents
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
-from nvme_offload.optim.telemetry.warn import warn_user
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,6 +23,7 @@ from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.sync import make_folder
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
@@ -56,7 +58,8 @@ from nvme_offload.optim.checkpoint.storage import (
 )
 from nvme_offload.optim.ranks.collective import gather, is_alone, is_first_rank, on_every_rank, on_first_rank
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.telemetry.warn import warn_user
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,11 @@ def load(
     group = training.group
     folder = on_first_rank(lambda: files.find(root, tag), group)
     if folder is None:
-        warn_user(f"{root} holds no checkpoint (no file {files.LATEST!r}): nothing is loaded")
+        said = f"{root} holds no checkpoint (no file {files.LATEST!r}): nothing is loaded"
+        if on_first_rank(lambda: root.is_dir() and any(root.iterdir()), group):
+            warn_user(said)
+        else:  # the first start of a script that always asks
+            logger.info("%s", said)
         return None
     manifest = on_every_rank(lambda: files.read_manifest(folder), group)
     on_every_rank(lambda: _verify_share(folder, manifest, group), group)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.identity import ModelRecord, identity_of
 from nvme_offload.optim.durable.latest import CommitState, Taken
@@ -33,7 +34,6 @@ from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.telemetry.warn import warn_user
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -265,7 +265,10 @@ class Commits:
             self.store.end_begun()
         self._wait()
         if latest.failure is not None:
-            warn_user(f"step {self.step} was the latest, and is not committed ({self._last}): {latest.failure}")
+            warn_user(
+                f"step {self.step} was the latest, and is not committed ({self._last}): {latest.failure}",
+                of_this_rank=True,
+            )
         latest.close()
 
     def identify(self) -> None:
@@ -317,7 +320,8 @@ class Commits:
             self._said = cause
             warn_user(
                 f"a step could not be committed, and training goes on ({self._last}): {failure}. Each further step is "
-                "tried; what fails for the same reason is not said again"
+                "tried; what fails for the same reason is not said again",
+                of_this_rank=True,
             )
 
     def explain(self, error: BaseException) -> None:

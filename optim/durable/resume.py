@@ -14,11 +14,11 @@ from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.ranks.drives import Reach, misplaced
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.parts import drop_gathered
 
 Check = Callable[[Mapping[str, Any], int], None]
@@ -206,7 +206,9 @@ class Resumption:
                     "All of it is as it was: free space, and start again",
                 )
             problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
-            warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
+            warn_user(
+                f"a committed step is damaged ({problems[-1]}): the one before it is looked at", of_this_rank=True
+            )
         raise ResumeError(
             self._run.folder,
             f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.ranks.ranks import Ranks
-from nvme_offload.optim.telemetry.warn import warn_user
 
 
 class _Kept(NamedTuple):
@@ -40,7 +40,8 @@ class SnapshotsOfRanks:
         for name, files in unreadable.items():
             warn_user(
                 f"the snapshot {name!r} cannot be read, since its file is damaged: {files}. The file stays, and so "
-                f"does the space of its step, until remove_snapshot({name!r})"
+                f"does the space of its step, until remove_snapshot({name!r})",
+                of_this_rank=True,
             )
         if any(one.prepared for one in of_all.values()):
             published = set.union(*(one.published for one in of_all.values()))

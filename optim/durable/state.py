@@ -13,6 +13,7 @@ from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.latest import LatestCommit
 from nvme_offload.optim.durable.period import period_of
 from nvme_offload.optim.durable.sealing import Sealing
@@ -22,7 +23,6 @@ from nvme_offload.optim.state.durability import Durability, Ground
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import DurableMeans
 from nvme_offload.optim.updates.logs import SlotLogs

@@ -9,9 +9,9 @@ from nvme_offload.offload.config.section import MAX_PERIOD, OffloadOptimizerConf
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, costs_of
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.units import TB
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.logs import is_loggable
 
 _SURE_SECONDS = 60.0
@@ -65,7 +65,8 @@ class Wear:
         shared = f" (the part of one rank, of {ranks_on_host()})" if ranks_on_host() > 1 else ""
         warn_user(
             f"{per_day / TB:.3g} TB a day are written at the rate of this run, and wear_limit is {limit / TB:.3g} TB a "
-            f"day{shared}: {self._remedy(per_day, limit)}"
+            f"day{shared}: {self._remedy(per_day, limit)}",
+            of_this_rank=True,
         )
 
     def _remedy(self, per_day: float, limit: float) -> str:

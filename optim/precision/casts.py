@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.telemetry.warn import warn_user
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Classes of modules that only hold others and have no forward."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
@@ -21,7 +22,6 @@ from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
 from nvme_offload.optim.precision.watch import Lowered, Watch
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.telemetry.warn import warn_user
 
 
 class PrecisionPlan:

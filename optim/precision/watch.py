@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import fake_tensors, is_cast, is_view, watching
 from nvme_offload.offload.devices.device import default_device_type
-from nvme_offload.optim.telemetry.warn import warn_user
+from nvme_offload.offload.warn import warn_user
 
 Lowered = frozenset[str]
 """Names of a module's own parameters that autocast casts to its lower dtype whenever the module's forward uses them."""
@@ -74,7 +74,8 @@ def say_what_is_lowered(model: nn.Module, names: Mapping[nn.Module, str], dtype:
                 f"torch_autocast: {names[module]} gives {str(dtype).removeprefix('torch.')}, and its {size} elements "
                 "are gathered and reduced in fp32, because its forward could not be watched: if it rounds them, write "
                 f'"{kind.__module__}.{kind.__qualname__}" into lower_precision_safe_modules, beside the classes that '
-                "the model has there now"
+                "the model has there now",
+                of_this_rank=True,
             )
 
     handles = {module: module.register_forward_hook(look) for module in names}

@@ -26,6 +26,7 @@ from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes, round_up
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
@@ -40,7 +41,6 @@ from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
 from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of, split_shard
 from nvme_offload.optim.updates.choice import updater_of, way_of

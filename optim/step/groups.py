@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.split import check_not_elsewhere
 from nvme_offload.optim.layout.flat import check_no_overlap, check_param, storage_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.telemetry.warn import warn_user
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:

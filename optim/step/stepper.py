@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
@@ -32,7 +33,6 @@ from nvme_offload.optim.step.schedule import Behind, first_of_next, forward_orde
 from nvme_offload.optim.step.update import read_update_write
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.updates.whole_params import WholeParams
 
 
@@ -406,5 +406,6 @@ class Stepper:
         if changed_tiles := self._meter.take_changed():
             warn_user(
                 f"{changed_tiles} tiles of 65536 elements were changed between steps by something other than this "
-                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)"
+                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)",
+                of_this_rank=True,
             )

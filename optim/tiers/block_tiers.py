@@ -24,10 +24,10 @@ from nvme_offload.offload.storage.memory_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier as StorageTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.grad_tier import GradTier
 from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
@@ -175,7 +175,8 @@ class BlockTiers:
             warn_user(
                 f"parameters of {', '.join(names)} have their first gradient, in blocks of gradients that are laid out "
                 "without them: these gradients stay in memory. Parameters that require a gradient when the optimizer "
-                "is made have a place on the tier"
+                "is made have a place on the tier",
+                of_this_rank=True,
             )
 
     def units(self, admitted: Admission) -> list[Unit]:

@@ -108,7 +108,8 @@ class CheckpointEngine(ABC):
             tag: by default the latest.
 
         Returns:
-            Its folder and the `client_state`; None twice, and a warning, where `dir` holds no checkpoint at all.
+            Its folder and the `client_state`; None twice where `dir` holds no checkpoint at all;
+            a warning if it holds anything else.
 
         Raises:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.

@@ -15,8 +15,8 @@ from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of
 from nvme_offload.offload.errors import BlockOrderError
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.ranks.collective import gather
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.zero.accumulation import Accumulation
 from nvme_offload.optim.zero.block_by_block import BlockByBlock
 from nvme_offload.optim.zero.block_call import Keeper, KeptInMemory, random_states, set_random_states

@@ -13,11 +13,11 @@ from torch import nn
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.optimizer import OptimizerConfig, OptimizerGroup, OptimizerParams
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
 from nvme_offload.optim.rules.muon import Muon
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.telemetry.warn import warn_user
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from nvme_offload.offload._torch_private import own_initializer, version_of
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import default_device_type
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.birth.birth import is_on_meta
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
-from nvme_offload.optim.telemetry.warn import warn_user
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize as initialize_engine
 from nvme_offload.optim.zero.sharding import default_mesh, is_launched

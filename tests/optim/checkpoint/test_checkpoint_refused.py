@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -276,8 +277,11 @@ def test_what_only_one_side_has_is_said(saved):
 
 
 def test_no_checkpoint_is_no_error_but_a_missing_one_is(engine, saved, tmp_path):
-    with pytest.warns(RuntimeWarning, match="holds no checkpoint"):
-        assert engine.load_checkpoint(tmp_path / "empty") == (None, None)
+    (tmp_path / "other" / "notes").mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="other holds no checkpoint"):
+        assert engine.load_checkpoint(tmp_path / "other") == (None, None)
+    with warnings.catch_warnings(action="error"):  # the first start of a script that always asks
+        assert engine.load_checkpoint(tmp_path / "missing") == (None, None)
     with pytest.raises(CheckpointError, match="better does not exist; checkpoints there: good"):
         engine.load_checkpoint(tmp_path, "better")
     (tmp_path / "latest").write_text("gone")

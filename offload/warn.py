@@ -1,0 +1,35 @@
+"""Warnings that point at the user's line, and that one rank says for all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this_rank: bool = False) -> None:
+    """Issue a warning for the innermost caller outside of torch and this package.
+
+    A fixed ``stacklevel`` cannot do this: torch, schedulers and ``GradScaler`` wrap ``step`` in layers of their own. The
+    first rank speaks for all, unless it is `of_this_rank`: others may have nothing of the kind to say.
+    """
+    if not (of_this_rank or _is_first_rank()):
+        return
+    torch = sys.modules.get("torch")  # a section is read without it
+    libraries = (_PACKAGE, str(Path(torch.__file__ or "").parent)) if torch else (_PACKAGE,)
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_first_rank() -> bool:
+    """Whether this is rank 0: of the process group, or before there is one, as a launcher says."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
