@@ -14,8 +14,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this_rank: bool = False) -> None:
     """Issue a warning for the innermost caller outside of torch and this package.
 
-    A fixed ``stacklevel`` cannot do this: torch, schedulers and ``GradScaler`` wrap ``step`` in layers of their own. The
-    first rank speaks for all, unless it is `of_this_rank`: others may have nothing of the kind to say.
+    A fixed ``stacklevel`` cannot do this: torch, schedulers and ``GradScaler`` wrap ``step`` in layers of their own.
+    The first rank speaks for all, unless it is `of_this_rank`: others may have nothing of the kind to say.
     """
     if not (of_this_rank or _is_first_rank()):
         return
