@@ -49,11 +49,7 @@ class Share:
 
 
 class BackgroundSave:
-    """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once.
-
-    `end` makes a checkpoint of what all ranks have written, where that is up to this rank; `on_exit` leaves nothing of
-    it where an exception comes through.
-    """
+    """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once."""
 
     def __init__(self, items: PlannedItems, pace: Share, others: Others, end: Callable[[], None], on_exit: ExitStack):
         self._items = items
@@ -119,8 +115,7 @@ def begin_save(
 ) -> BackgroundSave:
     """Begin to write the checkpoint that `save_load.save` would write now; every rank must call it.
 
-    `manifest` is of this step, and pinned until it is written. What `save` raises is raised here; nothing has begun
-    then.
+    `manifest` is of this step, and pinned until it is written. If this raises, as `save` does, nothing has begun.
     """
     store, group = training.optimizer.store, training.group
     durable = training.optimizer.durable.commits.durable

@@ -98,11 +98,7 @@ class Contents:
 
 
 def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
-    """Return what a checkpoint of this model and this optimizer consists of, with values as they are saved.
-
-    Raises:
-        ValueError: the optimizer has parameters that the model has not, or the state dict holds more than tensors.
-    """
+    """Return what a checkpoint of this model and optimizer has; ValueError where the two do not fit together."""
     tensors, tied = named_tensors(model)
     contents = Contents(tied={f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()})
     for name, value in model.state_dict(keep_vars=True).items():
@@ -136,10 +132,7 @@ def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
 def tier_items(
     values: Values, parts: Mapping[int, Part], names: Mapping[int, str], weights: str = "master"
 ) -> Iterator[Item]:
-    """Yield the items of parameters that have state, and of that, one subgroup after the other.
-
-    `parts` are those that this rank has; `weights` is the entry that gives the parameters themselves.
-    """
+    """Yield the items of parameters that have state, and of that, by subgroup; `weights` is the parameters' entry."""
     for slot in values.slots:
         entries = [weights, *(state.name for state in slot.subgroup.rule.states)]
         for piece in chain.from_iterable(run.pieces(MAX_CHUNK_NUMEL) for run in slot.subgroup.runs):

@@ -50,10 +50,7 @@ class _PortionReader(NamedTuple):
 
 
 def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callable[[int], None]) -> str:
-    """Read a whole file and return its digest; `advance` is told of the bytes as they were read.
-
-    `BLOCKS` is taken by as many threads as the rank has; `SHA256` only one can take.
-    """
+    """Return the digest of a whole file; several threads take that of `BLOCKS`. `advance` is told of the bytes read."""
     num_readers = num_threads_of_rank() if kind == BLOCKS else 1
     starts = range(0, size_bytes, PORTION_BYTES)
     readers: Queue[_PortionReader] = Queue()  # with a size, and as it is also where the simulator steps threads

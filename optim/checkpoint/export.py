@@ -31,10 +31,7 @@ def export_safetensors(
     own: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Write the model's parameters and buffers; every rank must call it. See `OffloadEngine.export_safetensors`.
-
-    `own` is the dtype in which the training keeps each parameter for its forward, by name.
-    """
+    """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name."""
     tensors = dict(weight_items(model))
 
     def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:

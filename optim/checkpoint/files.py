@@ -174,11 +174,7 @@ def check_tag(tag: str) -> None:
 
 
 def begin(root: Path, tag: str) -> Path:
-    """Remove what killed runs left in `root`, and make the folder to write into.
-
-    Raises:
-        FileExistsError: `tag` is a folder there that is no checkpoint.
-    """
+    """Clear up after killed runs and make the folder to write into; FileExistsError where `tag` is no checkpoint."""
     _clear_up(root)
     final, partial = root / tag, root / (tag + PARTIAL)
     is_checkpoint = _is_folder(final) and (final / MANIFEST).is_file()

@@ -74,11 +74,7 @@ class InMemory:
 
 
 def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
-    """Copy values as they are now into the pages of a file without a name: they take no memory for good.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """Copy values as they are now into pages of a file without a name, which take no memory; OSError on a full disk."""
     starts = [0, *accumulate(round_up(place.size_bytes, _ASIDE_ALIGNMENT) for place in places)]
     if starts[-1] == 0:
         return [InMemory(place.read().clone()) for place in places]
@@ -94,10 +90,7 @@ def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
 
 
 class Stored:
-    """A piece of a run, of ``master`` or a state. That of a commit is only read.
-
-    The piece begins at a multiple of `TILE_NUMEL`.
-    """
+    """A piece of a run of ``master`` or a state, from a multiple of `TILE_NUMEL` on. That of a commit is only read."""
 
     def __init__(self, values: Values, slot: SlotRecord, run: Run, name: str) -> None:
         self._values = values

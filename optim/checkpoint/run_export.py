@@ -28,9 +28,9 @@ _SHOWN = 4
 def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
     """Write a step's parameters and buffers as safetensors in the layout of Hugging Face; return the files.
 
-    They are what `export_safetensors` of an engine would write that has resumed there, but for frozen parameters, of
-    which a run keeps nothing. One parameter is in memory at a time, and one subgroup of each rank. If this raises,
-    nothing is left.
+    They are what `export_safetensors` of an engine that resumed there would write, but for frozen parameters, of which
+    a run keeps nothing. In memory is one parameter at a time, and one subgroup of each rank. If this raises, no file is
+    left.
 
     Raises:
         ValueError: `dtype` or `max_shard_bytes` cannot be used, or a weight is too large for fp16; names it.
@@ -98,8 +98,7 @@ def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
 def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -> Path:
     """Write a step of a training engine as the checkpoint that it could have saved then; return its folder.
 
-    `load_checkpoint` of an engine on any number of ranks and any tier reads it. `client_state` is that of rank 0. If
-    this raises, nothing is left.
+    Any number of ranks and any tier can load it; `client_state` is that of rank 0. If this raises, nothing is left.
 
     Raises:
         ResumeError: it is of an optimizer alone, or the model has parameters that the run does not keep.

@@ -100,11 +100,7 @@ def state_json(scalars: Scalars, contents: Contents) -> bytes:
 
 
 def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> bytes:
-    """Return the schedule and what the user adds, as ``torch.save`` writes them.
-
-    Raises:
-        ValueError: they cannot be loaded again without running code.
-    """
+    """Return the schedule and what the user adds as ``torch.save`` has them; ValueError if loading could run code."""
     objects = {"client_state": dict(client_state or {}), "lr_scheduler": scalars.lr_scheduler}
     for name, value in objects.items():
         try:
@@ -136,12 +132,7 @@ def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
 
 
 def read_state(folder: Path, training: TrainingParts, contents: Contents) -> RunState:
-    """Read both files of a checkpoint and check them; nothing is changed.
-
-    Raises:
-        CheckpointError: a file cannot be read without running code, or is of another version.
-        ValueError: it does not fit this training.
-    """
+    """Read both files of a checkpoint and check them against this training, changing nothing; raises as `load` does."""
     with _reading_state(folder):
         state = json.loads((folder / STATE).read_bytes())
         if state["format"] != FORMAT:

@@ -43,10 +43,7 @@ class RankFile(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> RankFile:
-        """Return what another process wrote.
-
-        All go this way, for the bytes of a pickle depend on who has made its objects.
-        """
+        """Return what another process wrote. All go this way: a pickle's bytes depend on who made its objects."""
         said = json.loads(text)
         name = str(said["name"])
         return cls(name, FileRecord(*said["record"]), [_result_from_json(name, each) for each in said["results"]])
@@ -99,10 +96,7 @@ class PlannedItems(FileSystemWriter):
         self._planner.keep_aside(self.plan, self._folder)
 
     def write(self, advance: Callable[[int], None]) -> RankFile:
-        """Write the items into one file, one at a time, and forget each once it is written.
-
-        Torch's own writer holds on to the latest item of every name. `advance` is told of the bytes of each item.
-        """
+        """Write the items into one file and forget each at once: torch's writer holds on to one of every name."""
         name = f"{self.plan.storage_data.prefix}0.distcp"
         results = []
         with durable_file(self._folder / name) as stream:
@@ -130,10 +124,7 @@ def _result_from_json(name: str, said: Sequence[Any]) -> WriteResult:
 def write_metadata(
     folder: Path, metadata: Metadata, written: Iterable[RankFile], tied: Mapping[str, str]
 ) -> dict[str, FileRecord]:
-    """Write what is where; return the records of all files so far.
-
-    `tied` names are other names of an entry; they cost no bytes.
-    """
+    """Write what is where; return the records of all files so far. The `tied` names of an entry cost no bytes."""
     written = list(written)
     stored = {result.index: result.storage_data for of_rank in written for result in of_rank.results}
     for alias, name in tied.items():
@@ -166,11 +157,7 @@ class VerifiedReader(FileSystemReader):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """Return what is where, read with an unpickler that makes containers of data and nothing else.
-
-    Raises:
-        CheckpointError: the file asks for anything else, is none, or places an entry outside of `files`.
-    """
+    """Return what is where, by an unpickler that makes containers of data alone; CheckpointError for all else."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:

@@ -34,8 +34,7 @@ def prometheus_text(
 ) -> str:
     """Return values in the text exposition format of Prometheus, version 0.0.4.
 
-    `gauges` go up and down; the others only grow, and get the suffix ``_total``. `facts` are the labels of one metric
-    that is always 1.
+    `gauges` go up and down; the others only grow, and get the suffix ``_total``. `facts` label a metric that is 1.
     """
     lines: list[str] = []
     for name, value in values.items():

@@ -163,12 +163,7 @@ def bytes_written(scalars: Mapping[str, float]) -> float:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file that a run keeps, of its latest run where it is a log; none where it has none yet.
-
-    Raises:
-        ValueError: it is no such file, or of another format; says which.
-        OSError: it cannot be read.
-    """
+    """Return the records of a file that a run keeps, of a log its latest run's; ValueError if it is no such file."""
     records: list[dict[str, Any]] = []
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):

@@ -29,8 +29,7 @@ def write_trace(spans: Iterable[Span], path: Path) -> None:
 def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
     """Return complete events (``ph: X``), in microseconds since the first span began, and the names of their tracks.
 
-    On a track, one span is inside another or beside it. What would overlap, as transfers do, gets a further track of
-    the same name.
+    On a track, one span is inside another or beside it; what would overlap gets a further track of the same name.
     """
     spans = list(spans)
     zero = min((span.start_ns for span in spans), default=0)

@@ -76,10 +76,7 @@ class BlockByBlock:
         micro_batches: Sequence[Any],
         begin_backward: BeginBackward,
     ) -> None:
-        """Run all forwards, and for all but the last micro-batch backward through its tail.
-
-        `begin_backward` is called before each backward through a part of the model. After an exception call `stop`.
-        """
+        """Run all forwards, and for all but the last micro-batch backward through its tail."""
         self.stop()
         self._begin_backward = begin_backward
         self._forwards = [_Forward(self._names, self._keeper) for _ in micro_batches]
@@ -111,10 +108,7 @@ class BlockByBlock:
             self._turns.free(self._turns.units, after_forward=True)
 
     def backward(self, catch_up: Callable[[], None]) -> list[torch.Tensor]:
-        """Run backward through the last micro-batch's tail and all blocks; return the losses, without their graphs.
-
-        `catch_up` is called when all micro-batches have gone backward through a part. After an exception call `stop`.
-        """
+        """Run backward through the last micro-batch's tail and all blocks; return the losses, without their graphs."""
         self._go_through_tail(self._forwards[-1])
         self._turns.free(self._turns.units, after_forward=False)
         catch_up()
@@ -149,7 +143,7 @@ class BlockByBlock:
         return [self._names[call.block] for call in self._forwards[0].calls]
 
     def stop(self) -> None:
-        """Leave nothing of what an exception ended: no thread, nothing kept. Idempotent."""
+        """Leave nothing of what an exception ended: no thread, nothing kept. Its catcher calls this. Idempotent."""
         with DeferredInterrupt():
             for runner in self._runners:
                 runner.stop()

@@ -37,8 +37,7 @@ def check_blocks_fit(
     """Check that each block fits into a staging buffer, and the staging buffers into the host budget; else ConfigError.
 
     All ranks come to the same answer, so that none is left waiting. `StateStore` looks again, at what there really is.
-    The section is returned, with a host budget of "auto" in bytes: what is left on this host beside what the model will
-    take.
+    Return the section, with a host budget of "auto" in bytes: what this host has left beside the model.
     """
     on_device = is_device(mesh.device_type)
     account = Account(config, list(_groups(model, blocks, mesh, precision, rules)), _num_shards(mesh), on_device)

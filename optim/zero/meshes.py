@@ -78,10 +78,7 @@ class MeshRoles:
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for ZeRO stage 0, plain data parallelism: each rank of a 1-D mesh has the whole model.
-
-    One that shards over a single rank is right as it is; ConfigError for one that can be neither used nor turned.
-    """
+    """Return the mesh for ZeRO stage 0: one whose ranks each have the whole model; ConfigError if there is none."""
     roles = MeshRoles.of(mesh)
     num_ranks = roles.data_parallel.size(-1)
     if num_ranks == 1:

@@ -70,8 +70,7 @@ class MicroBatches:
     def go_through(self, step: WholeStep) -> list[torch.Tensor] | None:
         """Run forward and backward of all micro-batches block by block; return their losses.
 
-        Return None where the model has to be computed in the other order: then nothing has happened. BlockOrderError,
-        if the section asks for this one.
+        Return None, with nothing done, if the model cannot be computed so; BlockOrderError if the section asks for it.
         """
         if not self.is_vertical:
             return None

@@ -28,8 +28,7 @@ def train_through_any_output(model: nn.Module) -> None:
 def tensors_in(output: object) -> list[torch.Tensor]:
     """Return all tensors that an object leads to through items, values of mappings, attributes and slots, at any depth.
 
-    Modules are not looked into, whose parameters are none of a forward's results. TypeError for an iterator, which
-    looking would use up.
+    Modules are not looked into: their parameters are no results. TypeError for an iterator, which looking would use up.
     """
     found: list[torch.Tensor] = []
     seen: dict[int, object] = {}  # they are kept, as no other object gets their id then

@@ -41,8 +41,7 @@ def groups_of(
 ) -> list[NamedGroup]:
     """Return the groups of a model's parameters: those that no group names come first, with the optimizer's options.
 
-    Beside Muon's matrices each group has a second one, with AdamW, for what Muon is not for. Groups that are `given`
-    stand in place of those of the section.
+    Beside Muon's matrices each group has a second one, with AdamW. Groups that are `given` replace the section's.
     """
     if given is None:
         wanted = [_Wanted.of_section(model, number, group) for number, group in enumerate(section.groups)]

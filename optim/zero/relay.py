@@ -37,8 +37,7 @@ class Runner:
     def advance(self, answer: Callable[[], Any]) -> Any:
         """Give the function what it asked for, and return what it asks for next; None: it has returned.
 
-        `answer` is called in the function's thread; what it raises is raised there, and what the function raises, here.
-        The first one's result is lost.
+        `answer` is called in the function's thread and raises there; what the function raises is raised here.
         """
         if self._thread.ident is None:
             start(self._thread)

@@ -94,8 +94,7 @@ def shard_with_precision(
 ) -> None:
     """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
 
-    Its 16-bit parameters become fp32. For a model on meta `give_shards` gives its shards memory, in parts where the
-    plan says so.
+    Its 16-bit parameters become fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
     cast_where_needed(model, plan)
     for param in model.parameters():

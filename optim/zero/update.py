@@ -42,8 +42,7 @@ class Update:
     def outcome(self, step: int) -> bool | None:
         """Whether an update that an exception came out of was done (True) or skipped (False); None: neither, so far.
 
-        It may have been done: Ctrl-C waits for the last subgroup, a warning can be an error, and the user may have
-        called ``finish_step``.
+        It may be done: Ctrl-C waits for the last subgroup, a warning can be an error, users may call ``finish_step``.
         """
         if self._begun is None or self._begun[0] != step or self._optimizer.has_unfinished_step:
             return None
