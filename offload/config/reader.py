@@ -76,6 +76,9 @@ def parse_file(path: Path) -> Any:
         raise ConfigError([f'the suffix is "{path.suffix}"; name the file .json or .toml'], str(path))
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        remedy = f"there is no such section, seen from {Path.cwd()}; `offload init` writes one"
+        raise FileNotFoundError(error.errno, remedy, str(path)) from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError([f"{where}: {error.msg}; write valid JSON"], str(path)) from None
