@@ -22,7 +22,7 @@ from nvme_offload.perf.measure.command_line import Json
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files, beside those that the configuration names."),
+        typer.Argument(metavar="PATH", help="Folders for swap files. Those of --config are examined too."),
     ] = None,
     config: Annotated[
         Path | None,
@@ -35,7 +35,7 @@ def doctor(
     """Say what stands in the way of NVMe offload on this machine.
 
     Every finding has a level (ok, note, warning, error), and where it is not ok, what it means and what to type.
-    A nameless file of 1 MiB is written in each folder and disappears at once; nothing else is written anywhere.
+    It writes 1 MiB into a temporary file in each folder and removes it. It writes nothing else.
 
     Exit status: 0 all is fine (notes included), 1 there are warnings, 2 an error prevents NVMe offload.
     """

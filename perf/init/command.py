@@ -22,9 +22,9 @@ from nvme_offload.perf.tune.command import Search, run_tune
 def init(
     model: Annotated[Path, typer.Option(help="Hugging Face config.json, or its folder.")],
     path: Paths = HERE,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The section; must not exist yet.")] = Path(
-        "offload.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File for the section. A file that exists is not overwritten.")
+    ] = Path("offload.json"),
     seconds: Annotated[float, typer.Option(help="Time to find the aio section; 0 takes the defaults.")] = 60.0,
     ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or one.")] = None,
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,

@@ -77,7 +77,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
             ideal += f", PCIe {work.pcie:.3g} s"
         yield f"That is {time.share_of_ideal:.0%} of the ideal, the longest of: {ideal}"
         others = ", ".join(f"{name} {other.seconds:.3g} s" for name, other in prediction.times.items())
-        yield f"By overlap_step, which is {prediction.overlap_step} here: {others}"
+        yield f"With each overlap_step (this section has {prediction.overlap_step}): {others}"
     if prediction.job.config.activations.device != "none":
         yield from _activations(prediction)
     if machine.device_memory is not None and machine.pcie is None:

@@ -24,7 +24,7 @@ _OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[
-    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path, beside those of the configuration.")
+    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path. Those of --config are looked at too.")
 ]
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")

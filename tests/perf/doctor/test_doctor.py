@@ -163,7 +163,7 @@ class TestConfiguration:
         (group,) = [group for group in document["groups"] if group["title"] == f"Configuration {file}"]
         assert [finding["level"] for finding in group["findings"]] == ["error", "error"]
         missing = examine("--config", tmp_path / "none.json")
-        assert findings_of(missing, "Configuration")["section"]["found"] == "No such file or directory"
+        assert "there is no such section" in findings_of(missing, "Configuration")["section"]["found"]
         assert document["exit_status"] == missing["exit_status"] == 2
 
     def test_keys_without_effect_and_a_device_without_nvme_are_noted(self, tmp_path):
