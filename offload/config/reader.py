@@ -73,7 +73,9 @@ def parse_file(path: Path) -> Any:
     """Return what a .json or .toml file says; raises ConfigError, by line and column, where it says nothing."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
-        raise ConfigError([f'the suffix is "{path.suffix}"; name the file .json or .toml'], str(path))
+        raise ConfigError(
+            [f'the suffix is "{path.suffix}"; name the file .json or .toml, or a folder that exists'], str(path)
+        )
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:

@@ -481,14 +481,25 @@ class OffloadConfig(Section):
 
     @classmethod
     def of(cls, section: "OffloadConfig | Mapping[str, Any] | str | Path") -> "OffloadConfig":
-        """Take a section in any form that the public classes accept: itself, a dict, or the path of a file."""
+        """Take a section in any form that the public classes accept: itself, a dict, a file, or a folder on a drive."""
         if isinstance(section, OffloadConfig):
             return section
         if isinstance(section, str | Path):
-            return cls.from_file(section)
+            is_folder = Path(section).is_dir()
+            return cls.on_drive(section, host_budget="auto") if is_folder else cls.from_file(section)
         if isinstance(section, Mapping):
             return cls.from_dict(section)
-        raise ConfigError([f"{section!r} is no section; pass an OffloadConfig, a dict or the path of a file"])
+        raise ConfigError([f"{section!r} is no section; pass an OffloadConfig, a dict, a file or a folder on a drive"])
+
+    @classmethod
+    def on_drive(cls, folder: str | Path, **keys: Any) -> "OffloadConfig":
+        """Make the section that a folder stands for: optimizer state is there, and `keys` are as written beside it.
+
+        Raises:
+            ConfigError: see `from_dict`.
+        """
+        offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+        return cls.from_dict({"zero_optimization": offload, **keys})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -73,7 +73,7 @@ class TensorSwapper:
     Host memory is bounded: `staging_budget` for the staging buffers, and as much again for prefetched copies.
 
     Args:
-        config: an `OffloadConfig`, a dict or a file; `offload_optimizer.device` must be `nvme`.
+        config: an `OffloadConfig`, a dict or a file; `offload_optimizer.device` must be `nvme`. Or a folder on a drive.
         faults: failures to inject, for tests.
 
     Raises:
@@ -301,6 +301,8 @@ def _close_all() -> None:
 
 
 def _read_config(config: OffloadConfig | Mapping[str, Any] | str | Path) -> OffloadConfig:
+    if isinstance(config, str | Path) and Path(config).is_dir():
+        return OffloadConfig.on_drive(config)
     config = OffloadConfig.of(config)
     device = config.zero_optimization.offload_optimizer.device
     if device != "nvme":

@@ -27,7 +27,8 @@ class OffloadAdagrad(OffloadOptimizer):
         initial_accumulator_value: what ``sum`` begins with; of a group, it stays what it was when the group was added.
         eps: added to the denominator.
         maximize: ascend instead of descend.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else ``torch.optim.Adagrad`` takes. ``fused`` and ``foreach`` change nothing;
             ``differentiable`` must be false.

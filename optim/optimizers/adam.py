@@ -27,7 +27,8 @@ class OffloadAdam(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: factor of the L2 penalty.
         maximize: ascend instead of descend.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else ``torch.optim.Adam`` takes. ``fused`` and ``foreach`` change nothing; ``amsgrad``,
             ``capturable``, ``differentiable`` and ``decoupled_weight_decay`` must be false.

@@ -41,7 +41,8 @@ class OffloadAdamW(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others:
             the process group of a pipeline's stages. Ranks that share a sharded parameter need no group: it says so
             itself.

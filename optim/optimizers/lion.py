@@ -27,7 +27,8 @@ class OffloadLion(OffloadOptimizer):
         betas: how much of the mean counts beside the gradient, and how much of it is kept; each in [0, 1).
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what torch's optimizers take besides. ``fused`` and ``foreach`` change nothing; ``capturable``
             and ``differentiable`` must be false.

@@ -40,7 +40,8 @@ class OffloadMuon(OffloadOptimizer):
         adjust_lr_fn: how the learning rate follows the shape of a matrix: None or "original", or "match_rms_adamw".
         rule: of groups that do not say theirs: "Muon" or "AdamW".
         betas: of groups with AdamW: decay of the two moments, each in [0, 1).
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
 
     Raises:

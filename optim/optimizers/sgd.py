@@ -28,7 +28,8 @@ class OffloadSGD(OffloadOptimizer):
         weight_decay: factor of an L2 penalty, which is added to the gradient.
         nesterov: look ahead along the buffer. Needs a momentum and no dampening.
         maximize: ascend instead of descend.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
+            drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else ``torch.optim.SGD`` takes. ``fused`` and ``foreach`` change nothing;
             ``differentiable`` must be false.

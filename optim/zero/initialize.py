@@ -80,7 +80,7 @@ def initialize(
             it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
             or fp16 become fp32 first; fp32 weights reach their masters without passing through 16 bits. Buffers keep
             their dtype.
-        config: the configuration section.
+        config: the configuration section: an `OffloadConfig`, a dict, a file, or a folder on a drive.
         mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, without a launcher this process
             alone, on the model's device (of one on meta: the accelerator that torch sees, or the CPU). Or named as
             torchtitan names dimensions: ``pp`` (`model` is a stage), ``dp_replicate``, ``dp_shard``, ``dp``, ``tp``.
@@ -103,7 +103,7 @@ def initialize(
         ValueError: the model, its device, a block, a parameter, a group or the scheduler cannot be used.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
-    given = _section(config, of_deepspeed)
+    given = _section(config, model, of_deepspeed)
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
@@ -211,10 +211,13 @@ class _Making:
         return activations.attach()
 
 
-def _section(config: Any, more: Mapping[str, Any]) -> Any:
+def _section(config: Any, model: nn.Module, more: Mapping[str, Any]) -> Any:
     """Return the section, or raise TypeError for arguments that are DeepSpeed's."""
     if config is not None and not more:
         with suppress(Exception):  # raised again on all ranks, when there is a process group
+            if isinstance(config, str | Path) and Path(config).is_dir():  # trained in what it was made in
+                is_bf16 = any(param.dtype is torch.bfloat16 for param in model.parameters())
+                return OffloadConfig.on_drive(config, host_budget="auto", bf16={"enabled": is_bf16})
             return OffloadConfig.of(config)
         return config
     what = f"initialize: there is no argument {next(iter(more))!r}" if more else "initialize: config is missing"

@@ -367,7 +367,7 @@ def test_round_trip(section):
         ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
         ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
         ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
-        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml'),
+        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml, or a folder that exists'),
     ],
 )
 def test_bad_file_names_file_and_place(tmp_path, name, text, pattern):
@@ -390,6 +390,15 @@ def test_missing_file_is_an_os_error(tmp_path):
 
 
 # The models themselves, and what is generated from them.
+
+
+def test_a_folder_stands_for_state_on_that_drive(tmp_path):
+    config = OffloadConfig.of(str(tmp_path))
+    written = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    assert config == OffloadConfig.of({**written, "host_budget": "auto"})
+    assert OffloadConfig.on_drive(tmp_path, gradient_clipping=1.0) == OffloadConfig.of(
+        {**written, "gradient_clipping": 1.0}
+    )
 
 
 def test_committed_page_and_schema_are_the_generated_ones():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ConfigError, OffloadEngine, initialize
+from nvme_offload import ConfigError, OffloadEngine, TensorSwapper, initialize
 from tests.support import layered_model
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
@@ -310,6 +310,20 @@ def test_blocks_can_be_named(alone):
     with initialize(fresh_model(), section(), blocks=["head"]) as engine:
         assert type(engine.module.head).__name__ == "FSDPLinear"
         assert not any(type(block).__name__.startswith("FSDP") for block in engine.module.blocks)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_folder_stands_for_a_section(alone, drive):
+    """A bf16 model is trained in bf16; state that fits stays in memory; swapped tensors are in the folder."""
+    with initialize(nn.Linear(8, 8).bfloat16(), drive) as engine:
+        assert engine.config.bf16.enabled
+        engine.backward(engine(torch.ones(2, 8)).float().sum())
+        engine.step()
+        stats = engine.optimizer.stats()
+        assert 0 < stats.host_state_bytes == stats.state_bytes
+    with TensorSwapper(drive) as swapper:
+        swapper.swap_out("ones", torch.ones(4096)).wait()
+        assert swapper.swap_in("ones").wait().sum() == 4096
 
 
 def test_models_that_cannot_be_used_are_refused(alone, make_engine):
