@@ -105,8 +105,8 @@ class SwapFile:
             self._note_promise(found.st_size)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raise OutOfSpaceError where the file system has no room for that much beside what is handed out."""
-        self._check_free(self.end + size_bytes - self._promised)
+        """Raise OutOfSpaceError where the file system has no room for a file of that length."""
+        self._check_free(size_bytes - self._promised)
 
     def _check_free(self, missing: int) -> int:
         """Bytes that the file system has free, at least `missing`."""

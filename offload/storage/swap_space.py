@@ -130,9 +130,13 @@ class SwapSpace:
         """Raise OutOfSpaceError where `allocate_all` of these sizes would find no space now; takes none."""
         with self._lock:
             self._free_lost()
-            shares = [self._split(part) for size in sizes for part in (size if isinstance(size, tuple) else (size,))]
-            for number, file in enumerate(self._files):
-                file.check_room(sum(share[number] for share in shares))
+            ranges = [file.ranges.copy() for file in self._files]
+            for size in sizes:
+                parts = [self._split(part) for part in (size if isinstance(size, tuple) else (size,))]
+                for of_file, *shares in zip(ranges, *parts, strict=True):
+                    of_file.take(sum(shares))
+            for file, of_file in zip(self._files, ranges, strict=True):
+                file.check_room(of_file.end)
 
     def claim(self, stripes: Sequence[Stripe]) -> Extent:
         """Take the extent that an earlier process had in these stripes, free again when nobody has it any more.

@@ -233,6 +233,20 @@ assert [stripe.offset for stripe in again.stripes] == [8 << 20, 8 << 20], again
     assert child.returncode == 0, child.stderr
 
 
+def test_whether_there_is_room_counts_what_is_free_inside(open_space, monkeypatch):
+    """On a drive that is full, what was given back is enough for as much again, and for no more."""
+    space = open_space()
+    kept = [space.allocate(1 << 20) for _ in range(4)]
+    del kept[1:3]
+    system = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: system)
+    space.check_room([1 << 20, 1 << 20])
+    with pytest.raises(OutOfSpaceError):
+        space.check_room([1 << 20] * 3)
+    kept += space.allocate_all([1 << 20, 1 << 20])
+    assert not overlap(ranges_of(kept))
+
+
 @pytest.fixture
 def statx(monkeypatch):
     """Has statx answer this for direct I/O, on file systems of which nothing has been said yet."""
