@@ -33,7 +33,7 @@ LANES = {
 }
 READING = (
     "Bars above one another happen at the same time: while one subgroup is updated, others are read and written. "
-    "At the left the last writes of the step before."
+    "At the left the step before goes on under the forward."
 )
 
 
@@ -72,8 +72,8 @@ def draw_timeline(run: DemoRun, path: Path) -> int:
         axes.grid(axis="x", color=GRID)
         axes.set_axisbelow(True)
         axes.invert_yaxis()
-    for moment, text in ((called, "step() is called"), (returned, "returns")):
-        lanes.annotate(text, (moment, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right", fontsize=9)
+    for moment, text, side in ((called, "step() is called ", "right"), (returned, " returns", "left")):
+        lanes.annotate(text, (moment, 1), xycoords=("data", "axes fraction"), va="bottom", ha=side, fontsize=9)
     rows.set_xlim(0, max(returned, *(bar.end for bar in bars)) * 1.01)
     figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(run, index, bars)}", x=0.01, ha="left")
     handles: list[Patch | Line2D] = [

@@ -126,6 +126,7 @@ def work(told: Iterator[Any], send: Send) -> None:
         weight_decay=0.1,
         offload=settings.section(),
     ) as optimizer:
+        optimizer.overlap_with(model)  # a step goes on under the next forward
         numel = sum(param.numel() for param in model.parameters())
         run = DemoRun(settings=settings.section(), num_parameters=numel)
         _step(model, optimizer, stream)
