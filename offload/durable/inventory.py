@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         if abouts and num_paths == len(abouts) == len(folders):
             _check_rows(abouts, manifests)
         if newest is not None:
-            model = str(read_identity(newest.parent, manifests[newest].identity).get("model", ""))
+            model = _in_words(read_identity(newest.parent, manifests[newest].identity))
     except ResumeError as error:
         problem = str(error)
     if num_paths > len(folders):
@@ -178,6 +179,17 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
         problem=problem,
     )
+
+
+def _in_words(identity: Mapping[str, Any]) -> str:
+    """Say what is trained: elements of all ranks, the dtypes that this one stores them in, and the optimizer."""
+    try:
+        params = identity["parameters"].values()
+        numel = sum(prod(param["shape"]) for param in params)
+        dtypes = sorted({str(param["dtype"]) for param in params})
+        return f"{numel:,} parameters in {' and '.join(dtypes)}, {identity['optimizer']}"
+    except (KeyError, TypeError, AttributeError):  # of an earlier version, or nobody's
+        return str(identity.get("model", ""))
 
 
 def _manifests(folder: Path) -> dict[Path, Manifest]:

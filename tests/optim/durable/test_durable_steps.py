@@ -9,11 +9,13 @@ import warnings
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
+from nvme_offload.perf import cli
 from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_of, run_child, section, set_grads, snapshot
@@ -169,6 +171,9 @@ def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive)
     params, optimizer = fresh(drive)
     with optimizer:
         train(optimizer, params, [0])
+    numel = sum(param.numel() for param in params)
+    done = CliRunner().invoke(cli.app, ["runs", str(drive)], env={"COLUMNS": "160"})
+    assert f"{numel:,} parameters in bfloat16 and float16 and float32, OffloadAdamW" in done.output
     _, optimizer = fresh(drive, shapes=[*SHAPES[:-1], (6,)])
     with optimizer, pytest.raises(ResumeError, match=r"is of another run.*shape\[0\]: 5 was committed, 6 is here"):
         optimizer.resume()
