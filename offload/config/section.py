@@ -278,9 +278,9 @@ class OffloadConfig(Section):
     steps, while the latest steps did neither; what was guessed wrong is taken back from what a `durable` run, which it
     needs, has committed. The bits are the same. Left out, it is `forward` for shards in parts of FSDP2 (what
     `initialize` makes of all) where parameters are on a GPU or state is on NVMe, and for plain modules on the CPU given
-    to `optimizer.overlap_with` with state on NVMe. It is `off` for the rest: other modules, Muon, where parameters have
-    a tier of their own (beside a GPU also host memory), and where gradients are on NVMe; but with `backward` and
-    `micro_batch_order` vertical blocks on NVMe are updated in backward, too. One warning says where it does nothing."""
+    to `optimizer.overlap_with` with state on NVMe. It is `off` for the rest: other modules, Muon. Parameters on a tier
+    of their own, and those whose gradients are on NVMe, begin in backward with `micro_batch_order` vertical alone. One
+    warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")

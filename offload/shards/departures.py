@@ -87,10 +87,10 @@ class Departures:
                 return
 
     def end_all(self, block: Block | HostBlock) -> None:
-        """Wait until a block, and with one wait any other, may be changed; later gathers copy it again."""
+        """Wait until a block may be changed; later gathers copy it again. Copies of others may still be under way."""
         self._give_no_more(block)
-        while self._on_way:
-            self._wait_for(self._on_way[-1])
+        while (departure := next((one for one in self._on_way if one.block is block), None)) is not None:
+            self._wait_for(departure)
 
     def close(self) -> None:
         """Wait for all copies. Idempotent."""

@@ -48,8 +48,7 @@ class UseOrder:
         return bool(self._announced) and self._announced[0] == block
 
     def end_step(self, next_step: Sequence[int]) -> None:
-        """End the step; the next one will probably go in the order given."""
-        self._announced.clear()
+        """End the step, or let it go on as announced; the next one will probably go in the order given."""
         self._next_step = tuple(next_step)
         if self._cursor is None:  # the first period has just ended, and begins again
             self._cursor = self._cycle_start

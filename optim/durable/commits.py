@@ -29,7 +29,7 @@ from nvme_offload.optim.durable.snapshots import SnapshotsOfRanks
 from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.ranks.ranks import Ranks
-from nvme_offload.optim.state.condition import Need, StepPhase
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import Residency, SlotRecord
@@ -179,7 +179,7 @@ class Commits:
         """Wait until there is nothing more to come of the latest commit on this rank."""
         latest, store = self.durable.latest, self.store
         if latest.state is CommitState.PENDING and not store.is_closed:
-            store.worker.wait_until(lambda: store.record_in(StepPhase.BEHIND) is None)
+            store.end_updates()
             with store.worker.kept_away():  # in the midst of a shift a step may be done, and the state not yet whole
                 self.begin_pending()
                 latest.give_up("updates that an error has stopped")

@@ -65,6 +65,9 @@ class WorkerJob(Protocol):
     def shift(self) -> bool:
         """Do what can be done now, and wait for nothing; return whether more can be done at once."""
 
+    def take_turn(self, block: int | None) -> bool:
+        """Do some of what the calling thread has to do itself, and wait for it; whether there was any."""
+
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to do."""
@@ -174,6 +177,23 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
         return self.job is None
+
+    def take_turn(self, block: int | None = None) -> bool:
+        """Do some of what the job leaves to the calling thread; whether there was any. An error ends it as in a shift.
+
+        Args:
+            block: whose updates; None: of the first one that has any.
+        """
+        with self.lock:
+            job = self.job
+            try:
+                return job is not None and job.take_turn(block)
+            except Exception as error:
+                self.failure = error
+                if job is not None:
+                    job.give_up(error)
+                self.job = None
+                return False
 
     def shift(self) -> bool:
         """Do one shift of the job; return whether another can follow at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -36,9 +36,8 @@ class Blocks(Protocol):
     def exist(self) -> bool:
         """Whether there is a tier."""
 
-    @property
-    def pass_through_buffers(self) -> bool:
-        """Whether an update needs a block that may have to be read first, or that a gather has."""
+    def takes_turns(self, number: int) -> bool:
+        """Whether updates of a block's parameters need what a gather, or backward, may be using."""
 
     def number_of(self, leaf: torch.Tensor) -> int:
         """Return the number of a parameter's block; -1 if there is no tier for it."""
@@ -49,19 +48,19 @@ class Blocks(Protocol):
     def land_gradients(self) -> None:
         """Wait for gradients that are on their way from a device."""
 
-    def begin_step(self, order: Sequence[Subgroup]) -> None:
+    def begin_step(self, inside: Sequence[Subgroup], behind: Sequence[Subgroup]) -> None:
         """Read blocks ahead for a step that will go through these subgroups in this order."""
 
     def held_for_update(
-        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool = True
+        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool, is_gathered: bool
     ) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it."""
 
     def keep_gathered(self, keeps: bool) -> None:
         """Keep each block of parameters in its buffer from its gather to the next one's; or keep none."""
 
-    def forget_gradients(self, subgroups: Iterable[Subgroup]) -> None:
-        """Keep no gradients of the blocks of these subgroups, which are all updated."""
+    def forget_gradients(self, number: int) -> None:
+        """Keep no gradients of a block, which were all used."""
 
     def advance(self) -> None:
         """Start reads that have become possible."""
@@ -69,8 +68,8 @@ class Blocks(Protocol):
     def synchronize(self) -> None:
         """Wait for what is being read and written."""
 
-    def end_step(self, order: Sequence[Subgroup]) -> None:
-        """Note that a step has gone in this order."""
+    def end_step(self, inside: Sequence[Subgroup], behind: Sequence[Subgroup]) -> None:
+        """Note that a step goes in this order."""
 
 
 class Commitments(Protocol):

@@ -151,17 +151,26 @@ class StateBody(ABC):
         if begun_record is not None and not self._goes_back(begun_record):
             begun = "updates that have begun in backward (overlap_step)"
             raise StateError(self.owner, "parameters and state as they are between two steps", f"{begun}: call step()")
-        worker = self.worker
+        self.end_updates(meanwhile)
+        if forgiving:
+            self.worker.note_failure(None)
+        self.worker.raise_failure()
+        self.mirror.end_step()
+
+    def end_updates(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until no updates are behind the latest step, some of which are this thread's; what failed is not raised.
+
+        Args:
+            meanwhile: as in `at_rest`.
+        """
 
         def is_done() -> bool:
             meanwhile()
             return self.condition.phase is not StepPhase.BEHIND
 
-        worker.wait_until(is_done)
-        if forgiving:
-            worker.note_failure(None)
-        worker.raise_failure()
-        self.mirror.end_step()
+        while not is_done() and self.worker.take_turn():
+            pass
+        self.worker.wait_until(is_done)
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
@@ -187,7 +196,12 @@ class StateBody(ABC):
         if record.phase is StepPhase.BEGUN and index in record.claims.final and not self._goes_back(record):
             begun = f"{self.table[index].name}, whose gradient was final, is used once more before step()"
             raise StateError(self.owner, 'one use in backward, or overlap_step = "forward"', begun)
-        if record.phase in (StepPhase.BEGUN, StepPhase.RUNNING) or not record.concerns(index):
+        if record.phase in (StepPhase.BEGUN, StepPhase.RUNNING):
+            return
+        block = self.blocks.number_of(self.table[index].leaf)
+        if record.phase is StepPhase.BEHIND and self.blocks.takes_turns(block) and self.is_own_process:
+            self.worker.take_turn(block)  # whole: others that are gathered with this one may be asked for later
+        if not record.concerns(index):
             return
         if not self.is_own_process:
             raise ForkError(self.owner, self._owner_pid, os.getpid())

@@ -108,7 +108,8 @@ class StepRecord(Condition):
         """Tiles of 65536 elements found changed by somebody else."""
         self.claims = claims or Claims()
         self._left = count_parts(order)
-        self._in_kernel = False
+        self.is_in_kernel = False
+        """Whether a kernel works, or was cut off."""
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()}
         self._checkpoint = checkpoint_text(split=split)
         if begun is not None:
@@ -116,7 +117,7 @@ class StepRecord(Condition):
 
     def become(self, phase: StepPhase) -> None:
         """Change the phase, or raise StateError. If a kernel was cut off, any phase but DONE becomes SPOILT."""
-        if self._in_kernel and phase is not StepPhase.DONE:
+        if self.is_in_kernel and phase is not StepPhase.DONE:
             phase = StepPhase.SPOILT
         if phase not in _MAY_FOLLOW[self.phase]:
             expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if phase in after)
@@ -126,7 +127,7 @@ class StepRecord(Condition):
     @property
     def lacks(self) -> frozenset[Need]:
         """Return all that nobody can have in this phase."""
-        phase = StepPhase.SPOILT if self._in_kernel else self.phase
+        phase = StepPhase.SPOILT if self.is_in_kernel else self.phase
         return frozenset(_LACKS[phase])
 
     @property
@@ -153,10 +154,10 @@ class StepRecord(Condition):
     def update(self, slot: SlotRecord, kernel: Callable[[], int]) -> None:
         """Run a subgroup's kernel, which returns how many tiles somebody else had changed; note that it is updated."""
         # No other call until it is False again: an exception in between leaves a step that nobody can finish.
-        self._in_kernel = True
+        self.is_in_kernel = True
         self.changed_tiles += kernel()
         del self.pending[slot]
-        self._in_kernel = False
+        self.is_in_kernel = False
 
     def ends_with(self, slot: SlotRecord, index: int) -> bool:
         """Return whether nothing of this parameter is left to be updated when this subgroup is."""

@@ -33,7 +33,7 @@ from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subg
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import account_of
 from nvme_offload.optim.state.body import StateBody, StepState, check_sole
-from nvme_offload.optim.state.condition import StepPhase, UnresumedRun
+from nvme_offload.optim.state.condition import UnresumedRun
 from nvme_offload.optim.state.durability import Durability, Ground, OpenDurability
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -286,9 +286,7 @@ class StateStore(StepState):
         if not self.is_own_process:
             return
         self.end_begun()
-        self.worker.wait_until(
-            lambda: self.record_in(StepPhase.BEHIND) is None
-        )  # parameters stay, and stay as the latest step has them
+        self.end_updates()  # parameters stay, and stay as the latest step has them
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         self.mirror.close()

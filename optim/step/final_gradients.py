@@ -21,7 +21,7 @@ from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.guess import Guess, Guesses
-from nvme_offload.optim.step.hiding import Schedules, may_go_by_turns
+from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import sums_from_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
@@ -110,6 +110,11 @@ class Inbox:
         """Return False until the step before is known to last, and where the guess is wrong."""
         return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
 
+    @property
+    def may_take_back(self) -> bool:
+        """Whether updates may be taken back, and done again with the same gradients."""
+        return self.guess is not None
+
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
         """Return a gradient's tile sums; `final` marks when one on a device can be read."""
         if final is None or not self._store.mirror.is_in_use:
@@ -169,20 +174,15 @@ class FinalGradients:
     def expect_step(self, backward: Backward) -> None:
         """Know what backward comes next."""
         self.backward = backward
-        self._store.blocks.keep_gathered(backward.by_turns and self._store.config.overlap_step == "backward")
+        self._store.blocks.keep_gathered(backward.by_turns)
 
     def catch_up(self) -> None:
-        """Update what is final in `StepJob.catch_up`. No backward is under way."""
+        """Update what is final in `StepJob.take_turn`. No backward is under way."""
         self._hand_in_held()
-        job = self._store.worker.job
-        if self._begun is not None and self._is_by_turns and isinstance(job, StepJob):
-            with self._store.worker.kept_away():
-                job.catch_up()
-
-    @property
-    def _is_by_turns(self) -> bool:
-        """Whether updates are done in `catch_up`, and not by the worker."""
-        return self.backward.by_turns and self._store.blocks.pass_through_buffers
+        worker = self._store.worker
+        while self._begun is not None and worker.take_turn():
+            pass
+        worker.raise_failure()
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Look at the gradients of all parameters of these groups when they arrive."""
@@ -241,9 +241,9 @@ class FinalGradients:
         return base_of(local) if is_old else None
 
     def _may_begin(self, record: ParamRecord) -> bool:
-        if self._is_by_turns:
-            return may_go_by_turns(self._store, record)
-        return self._schedules.of(record.index) in ("backward", "speculate")
+        blocks = self._store.blocks
+        is_own = self.backward.by_turns or not blocks.takes_turns(blocks.number_of(record.leaf))
+        return is_own and self._schedules.of(record.index) in ("backward", "speculate")
 
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""
@@ -408,7 +408,7 @@ class FinalGradients:
         ]
         inbox = Inbox(store, expected, order, guess)
         schedule = InBackward(self._backward_order(order), self._num_early)
-        job = StepJob(store, self._meter, begun, schedule, inbox, by_turns=self._is_by_turns)
+        job = StepJob(store, self._meter, begun, schedule, inbox)
         self._begun_with, self._found = hyperparameters_of(self._groups), {}
         store.mirror.begin_step()
         self._inbox = inbox

@@ -37,21 +37,13 @@ class Schedules:
 
 def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
     """Return the schedule by which a parameter is updated."""
+    blocks = store.blocks
     return schedule_of(
         store.config.overlap_step,
         hides=store.config.hides_steps(on_device=is_device(record.param.device)),
         hindered=hindrance_in(store, record) is not None,
-        grads_on_way=store.blocks.takes_gradient(record.leaf),
+        crosses=is_device(record.param.device) and blocks.number_of(record.leaf) >= 0,
     )
-
-
-def may_go_by_turns(store: StepState, record: ParamRecord) -> bool:
-    """Whether a parameter that passes through buffers is updated as soon as backward is done with its block.
-
-    The host updates it in the memory that the block was gathered from; a copy on a device would be older.
-    """
-    is_on_host = is_host(record.param.device) and parts_of(record.leaf) is not None
-    return store.config.overlap_step == "backward" and not store.updated_inside(record) and is_on_host
 
 
 def hindrance_in(store: StepState, record: ParamRecord) -> str | None:
@@ -59,7 +51,6 @@ def hindrance_in(store: StepState, record: ParamRecord) -> str | None:
     return hindrance(
         store.owner,
         inside=store.updated_inside(record),
-        through_buffers=store.blocks.pass_through_buffers,
         # Parts of what is placed are `StateParts`, or will be when the model is born.
         readers_wait=parts_of(record.leaf) is not None or (record.is_awaited and is_host(record.param.device)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import StepRecord
@@ -26,6 +27,10 @@ class Source(Protocol):
     def allows(self, slot: SlotRecord) -> bool:
         """Return whether a subgroup that is ready may be updated now."""
 
+    @property
+    def may_take_back(self) -> bool:
+        """Whether updates may be taken back, and done again with the same gradients."""
+
 
 class StepJob:
     """The worker's job for one step, BEGUN or BEHIND.
@@ -33,7 +38,6 @@ class StepJob:
     Args:
         source: of gradients that are still to come; None: the record has them all.
         first: subgroups to read for the next step once this one is done, in this order.
-        by_turns: the thread that runs backward updates in `catch_up`, block by block: it needs the same buffers.
     """
 
     def __init__(
@@ -44,8 +48,6 @@ class StepJob:
         schedule: Schedule[SlotRecord],
         source: Source | None = None,
         first: Sequence[SlotRecord] = (),
-        *,
-        by_turns: bool = False,
     ) -> None:
         self.record = record
         self.schedule = schedule
@@ -55,12 +57,11 @@ class StepJob:
         self._first = first
         self._window: list[SlotRecord] | None = None
         self._num_read = 0
-        self._by_turns = by_turns
 
     @property
     def must_end(self) -> bool:
-        """Whether the worker finishes it even if everybody has let go of the worker."""
-        return self.record.phase is StepPhase.BEHIND
+        """Whether the worker finishes it, as far as it can, even if everybody has let go of the worker."""
+        return self.record.phase is StepPhase.BEHIND and not all(map(self._takes_turns, tuple(self.record.pending)))
 
     @property
     def is_done(self) -> bool:
@@ -70,11 +71,9 @@ class StepJob:
 
     def shift(self) -> bool:
         """Update the first subgroup that is in memory, if any is; when all are updated, read for the next step."""
-        if self._by_turns:
-            return False
         if self.record.phase is StepPhase.DONE:
             self._read_first()
-        if self.record.phase not in _WHERE:
+        if not self._goes_on:
             return False
         with self._store.pipeline.reads_first():
             has_updated = self._update_next()
@@ -82,20 +81,51 @@ class StepJob:
             self._finish()
         return has_updated
 
-    def catch_up(self) -> None:
-        """Take in all gradients that have come and update what is ready, waiting for its state; then read ahead."""
+    def take_turn(self, block: int | None = None) -> bool:
+        """Update a block's subgroups in the thread that gathers it or has gone backward through it; return if any were.
+
+        It needs the buffers that this thread uses. Ctrl-C is honoured between two subgroups. `block` None: the first
+        one whose subgroups can be updated.
+        """
         store, record, source = self._store, self.record, self.source
-        assert source is not None
-        while source.take_in(record):
+        if not self._goes_on:
+            return False
+        while source is not None and source.take_in(record):
             pass
-        updated = []
-        for slot in [slot for slot in record.pending if source.allows(slot)]:
-            self._update(slot, list(ahead(self.schedule, record, store.pipeline.residents)))
-            self._meter.count_updates(in_backward=True)
-            updated.append(slot.subgroup)
-        left = {slot.subgroup.block for slot in record.pending}
-        store.blocks.forget_gradients(subgroup for subgroup in updated if subgroup.block not in left)
-        store.pipeline.advance(list(ahead(self.schedule, record, store.pipeline.residents)))
+        due = filter(self._takes_turns, record.pending)
+        slots = [
+            slot for slot in due if block in (None, slot.subgroup.block) and (source is None or source.allows(slot))
+        ]
+        slots = [slot for slot in slots if slot.subgroup.block == slots[0].subgroup.block]
+        with DeferredInterrupt() as interrupt, store.pipeline.pausing(interrupt.deliver), store.pipeline.reads_first():
+            for slot in slots:
+                interrupt.deliver()
+                self._update(slot, list(ahead(self.schedule, record, store.pipeline.residents)))
+        if slots:
+            self._end_turn(slots[0].subgroup.block)
+        return bool(slots)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether it is about updates. No kernel works while somebody looks: one that seems to was cut off."""
+        if self.record.is_in_kernel:
+            self.record.become(StepPhase.SPOILT)
+        return self.record.phase in _WHERE
+
+    def _end_turn(self, block: int) -> None:
+        store, record, source = self._store, self.record, self.source
+        if record.phase is StepPhase.BEHIND and not record.pending:
+            self._finish()
+        is_used = block not in map(self._block_of, record.inputs.grads)
+        if source is not None and not source.may_take_back and is_used:
+            store.blocks.forget_gradients(block)
+        store.worker.wake()
+
+    def _takes_turns(self, slot: SlotRecord) -> bool:
+        return self._store.blocks.takes_turns(slot.subgroup.block)
+
+    def _block_of(self, index: int) -> int:
+        return self._store.blocks.number_of(self._store.table[index].leaf)
 
     def give_up(self, error: BaseException) -> None:
         """Add to an error, which may surface far from here, what it means for the step.
@@ -117,12 +147,12 @@ class StepJob:
             return True
 
         def may_begin(slot: SlotRecord) -> bool:
-            return store.pipeline.is_here(slot) and (source is None or source.allows(slot))
+            is_own = store.pipeline.is_here(slot) and not self._takes_turns(slot)
+            return is_own and (source is None or source.allows(slot))
 
         if (slot := next_update(order, record.pending, may_begin)) is None:
             return False
         self._update(slot, order)
-        self._meter.count_updates(behind=source is None, in_backward=source is not None)
         return True
 
     def _update(self, slot: SlotRecord, order: Sequence[SlotRecord]) -> None:
@@ -138,6 +168,7 @@ class StepJob:
         if record.phase is not StepPhase.BEGUN:  # before: who finds nothing left to wait for finds a plain parameter
             let_read(self._store.table[index] for index in params if record.ends_with(slot, index))
         record.let_go_of(slot)
+        self._meter.count_updates(behind=self.source is None, in_backward=self.source is not None)
 
     def _finish(self) -> None:
         store, record = self._store, self.record

@@ -21,19 +21,16 @@ S_co = TypeVar("S_co", covariant=True)
 LOOK_AHEAD = 256  # subgroups; most of them may be in host memory, past which the reads go on
 
 
-def hindrance(owner: str, *, inside: str, through_buffers: bool, readers_wait: bool = True) -> str | None:
+def hindrance(owner: str, *, inside: str, readers_wait: bool = True) -> str | None:
     """Say why a parameter has to be updated inside `step()`; None where its update can go on behind it.
 
     Args:
         owner: name of the optimizer, for the text.
         inside: why its updater cannot, see `Updater.inside`; empty: it can.
-        through_buffers: the parameter or a gradient passes through staging buffers, which a gather needs, too.
         readers_wait: whoever reads it waits for its update.
     """
     if inside:
         return f"{owner} {inside}"
-    if through_buffers:
-        return "parameters have a tier of their own (offload_param), or gradients are on NVMe (offload_gradients)"
     if not readers_wait:
         return (
             "its parameters are neither in host memory and of a plain module that optimizer.overlap_with(model) was "
@@ -42,18 +39,18 @@ def hindrance(owner: str, *, inside: str, through_buffers: bool, readers_wait: b
     return None
 
 
-def schedule_of(asked: OverlapStep | None, *, hides: bool, hindered: bool, grads_on_way: bool) -> OverlapStep:
+def schedule_of(asked: OverlapStep | None, *, hides: bool, hindered: bool, crosses: bool) -> OverlapStep:
     """Return the schedule by which a parameter is updated.
 
     Args:
         asked: ``overlap_step`` of the section; None: left out.
         hides: steps are hidden where they can be.
         hindered: its update cannot be; see `hindrance`.
-        grads_on_way: its gradient is still on its way from a device when backward ends.
+        crosses: it, or its gradient, comes from host memory to a device or goes there while that computes.
     """
     if hindered or not hides:
         return "off"
-    return "forward" if grads_on_way or asked is None else asked
+    return "forward" if crosses or asked is None else asked
 
 
 def forward_order(slots: Iterable[SlotRecord], ranks: Mapping[int, int]) -> list[SlotRecord]:

@@ -284,8 +284,7 @@ class Stepper:
         """
         store = self._store
         may_wait = {index for index in grads if self.schedules.of(index) != "off"}
-        by_turns = self.final is not None and self.final.backward.by_turns
-        if not may_wait and not by_turns and self._store.config.overlap_step not in (None, "off"):
+        if not may_wait and self._store.config.overlap_step not in (None, "off"):
             self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot
@@ -349,9 +348,10 @@ class Stepper:
             store.blocks.advance()
 
         self.clip_first = 1.0  # the record has it
-        inside = [slot.subgroup for slot in record.order[:num_inside]]
+        inside, pending = ([slot.subgroup for slot in slots] for slots in (record.order[:num_inside], record.pending))
+        behind = pending[num_inside:]
         store.mirror.begin_step()
-        store.blocks.begin_step([subgroup.subgroup for subgroup in record.pending][:num_inside])
+        store.blocks.begin_step(pending[:num_inside], behind)
         try:
             with store.pipeline.pausing(on_pause):
                 for position, slot in enumerate(record.order[:num_inside]):
@@ -362,12 +362,12 @@ class Stepper:
         finally:
             # Also after a failure: the device must not read parameters that are still on their way to it.
             store.mirror.end_step()
+        store.blocks.end_step(inside, behind)
         if record.pending:
             self._leave_to_worker(record)
             return
         store.table.count_steps(record.inputs.counts)
         self._meter.count_step(record.number)
-        store.blocks.end_step(inside)
         record.become(StepPhase.DONE)
         store.be_whole()
         let_read(store.table[index] for index in record.inputs.counts)

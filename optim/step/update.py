@@ -38,8 +38,8 @@ def read_update_write(
             ahead.updater.expect(inputs.grads)
     with record_function("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
-    in_order = record.phase is not StepPhase.BEGUN
-    with store.blocks.held_for_update(slot.subgroup, inputs.grads, in_order=in_order):
+    in_order, is_gathered = record.phase is not StepPhase.BEGUN, record.phase in (StepPhase.BEGUN, StepPhase.BEHIND)
+    with store.blocks.held_for_update(slot.subgroup, inputs.grads, in_order=in_order, is_gathered=is_gathered):
         with record_function("nvme_offload: update"):
             assert slot.updater is not None
             work = _work_of(slot, memory, inputs, store.table)

@@ -114,14 +114,13 @@ class BlockTiers:
         """Whether there is a parameter tier or a gradient tier."""
         return self.params is not None or self.grads is not None
 
-    @property
-    def pass_through_buffers(self) -> bool:
-        """Whether an update needs a block that may have to be read first, or that a gather has: one thread's work.
+    def takes_turns(self, number: int) -> bool:
+        """Whether updates of a block's parameters need what a gather, or backward, may be using: one thread's work.
 
         Gradients in host memory beside a device have one place for good. What comes there next is of a parameter that
         was gathered, and so updated, before.
         """
-        return self.params is not None or any(isinstance(block, Block) for block in self._grad_blocks.values())
+        return number in self._param_blocks or isinstance(self._grad_blocks.get(number), Block)
 
     def takes_gradient(self, leaf: torch.Tensor) -> bool:
         """Whether the gradient of a parameter comes to a tier when it arrives."""
@@ -263,17 +262,23 @@ class BlockTiers:
                 form = parts.stored.form
                 parts.store_in(ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device="cpu")))
 
-    def begin_step(self, order: Sequence[Subgroup]) -> None:
-        """Read blocks ahead for a step that will go through these subgroups in this order."""
-        if self.grads is not None:
-            self.grads.begin_step()
-        for cache, blocks in self._caches():
-            cache.order.begin_step(_indices(order, blocks))
+    def begin_step(self, inside: Sequence[Subgroup], behind: Sequence[Subgroup]) -> None:
+        """Read blocks ahead for a step that will go through these subgroups in this order.
 
-    def end_step(self, order: Sequence[Subgroup]) -> None:
-        """Note that a step has gone in this order: the next one goes in the other."""
+        Args:
+            inside: are updated before it returns.
+            behind: are updated when they are gathered, which reads their parameters.
+        """
+        if self.grads is not None:
+            due = (self._grad_blocks.get(subgroup.block) for subgroup in behind)
+            self.grads.begin_step([block for block in due if isinstance(block, Block)])
         for cache, blocks in self._caches():
-            cache.order.end_step(_indices(order[::-1], blocks))
+            cache.order.begin_step(_indices([*inside, *(behind if cache.kind == GRADS else ())], blocks))
+
+    def end_step(self, inside: Sequence[Subgroup], behind: Sequence[Subgroup]) -> None:
+        """Note that a step goes in this order: inside it, the next one goes in the other."""
+        for cache, blocks in self._caches():
+            cache.order.end_step(_indices([*inside[::-1], *(behind if cache.kind == GRADS else ())], blocks))
 
     def advance(self) -> None:
         """Start reads that have become possible: in a step that waits for something else, and after it."""
@@ -285,19 +290,23 @@ class BlockTiers:
         if self.params is not None:
             self.params.keep_latest(keeps)
 
-    def forget_gradients(self, subgroups: Iterable[Subgroup]) -> None:
-        """Keep no gradients of the blocks of these subgroups, which are all updated."""
-        for number in dict.fromkeys(subgroup.block for subgroup in subgroups):
-            if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
-                self.grads.forget(block)
+    def forget_gradients(self, number: int) -> None:
+        """Keep no gradients of a block, which were all used."""
+        if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
+            self.grads.forget(block)
 
     def held_for_update(
-        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool = True
+        self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool, is_gathered: bool
     ) -> AbstractContextManager[object]:
         """Keep the parameters and gradients of a subgroup in memory while a step updates it.
 
-        `in_order`: the step goes through subgroups as `begin_step` was told; else backward has just come to this one.
         If a read fails nothing was updated.
+
+        Args:
+            subgroup: which.
+            grads: flat, by index.
+            in_order: the step goes through subgroups as `begin_step` was told; else backward has just come to this one.
+            is_gathered: its parameters are being gathered, or were: they are written when another block is.
         """
         number = subgroup.block
         with ExitStack() as held:
@@ -309,9 +318,9 @@ class BlockTiers:
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block, in_order=in_order))
             if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
-                if isinstance(stored, Block) and in_order:
+                if isinstance(stored, Block) and not is_gathered:
                     self.params.cache.order.note_in_step(stored.index)
-                held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=in_order))
+                held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=not is_gathered))
             return held.pop_all()
 
     @property

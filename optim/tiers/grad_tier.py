@@ -10,7 +10,7 @@ landed: in the same order, with the same bits. Blocks may be kept in host memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -148,7 +148,7 @@ class GradTier:
             KIND,
             config.buffer_count,
             checksum=checksum,
-            is_needed=lambda block: self._is_needed(block) and block not in self._spent,
+            is_needed=lambda block: block in self._due or (self._is_needed(block) and block not in self._spent),
             on_pressure=self._give_up_stale,
             lock=self._lock,
         )
@@ -161,6 +161,8 @@ class GradTier:
         """Blocks on the tier that are held: the one that a gradient came to last, after those that wait for some."""
         self._spent: set[Block] = set()
         """Used by the latest step, and not changed since: ``zero_grad`` drops them, so they are not read ahead."""
+        self._due: set[Block] = set()
+        """A step that has returned will use them, though ``zero_grad`` drops them."""
         self._hooks: list[Any] = []
         self._closed = False
 
@@ -243,10 +245,11 @@ class GradTier:
         if self._arrivals is not None:
             self._arrivals.land()
 
-    def begin_step(self) -> None:
-        """Note that backward is over and a step begins."""
+    def begin_step(self, due: Iterable[Block]) -> None:
+        """Note that backward is over and a step begins, which uses blocks that are `due` after it has returned."""
         self.flush()
         self._spent.clear()
+        self._due = set(due)
 
     def forget(self, block: Block) -> None:
         """Keep no gradient of a block: a step has used them all before they were written."""
@@ -260,6 +263,7 @@ class GradTier:
     def end_use(self, block: Block) -> None:
         """Note that a step needs this block no more."""
         self._spent.add(block)
+        self._due.discard(block)
 
     def copy_of(self, partition: Partition) -> torch.Tensor:
         """Return a copy of a partition in the shard's shape. StateError: as for `change`."""
@@ -306,6 +310,7 @@ class GradTier:
         self._partitions.clear()
         self._by_block.clear()
         self._spent.clear()
+        self._due.clear()
         self.cache.close()
 
     def _arrived(self, leaf: torch.Tensor) -> None:

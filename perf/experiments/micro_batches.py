@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import torch
 import typer
 
 from nvme_offload import OffloadConfig, initialize
+from nvme_offload.optim.telemetry.stats import OptimizerStats
 from nvme_offload.perf.measure.command_line import Folder, SaveTo
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
@@ -54,21 +56,25 @@ def micro_batches(
 def measured(name: str, config: OffloadConfig, layers: int, width: int, batches: torch.Tensor, steps: int) -> Row:
     """Train a new model with micro-batches [count, tokens, width]; count bytes per parameter and step.
 
+    A step is counted from the end of its first forward to that of the next step's, when no update is left to be done.
     The first steps do not count.
     """
     with initialize(layered_model(layers, width), config) as engine:
-        optimizer, taken = engine.optimizer, list[float]()
-        for number in range(_WARM_STEPS + steps):
-            if number == _WARM_STEPS:
+        optimizer, ends = engine.optimizer, list[tuple[float, tuple[int, int] | None, OptimizerStats]]()
+
+        def loss_of(batch: torch.Tensor) -> torch.Tensor:
+            loss = engine(batch).float().square().mean()
+            if batch.data_ptr() == batches.data_ptr():
                 optimizer.synchronize()
-                reset_peak_resident_bytes()
-                before, stats = storage_bytes(), optimizer.stats()
-            begun = time.perf_counter()
-            engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
+                ends.append((time.perf_counter(), storage_bytes(), optimizer.stats()))
+            return loss  # type: ignore[no-any-return]
+
+        for number in range(_WARM_STEPS + steps + 1):
+            engine.accumulate(loss_of, batches)
             engine.step()
-            optimizer.synchronize()
-            taken.append(time.perf_counter() - begun)
-        after, now = storage_bytes(), optimizer.stats()
+            if number == _WARM_STEPS:
+                reset_peak_resident_bytes()
+        (_, before, stats), (_, after, now) = ends[_WARM_STEPS], ends[-1]
         elements = steps * sum(param.numel() for param in engine.parameters())
         digest = hashlib.sha256()
         for _, value in engine.weights("fp32"):
@@ -81,7 +87,7 @@ def measured(name: str, config: OffloadConfig, layers: int, width: int, batches:
     each = {kind: count / elements for kind, count in moved.items()}
     shown = {"order, micro-batches": name, **{kind.replace("_bytes", ""): f"{each[kind]:.2f}" for kind in each}}
     more = {
-        "seconds": median(taken[_WARM_STEPS:]),
+        "seconds": median(after - before for (before, *_), (after, *_) in pairwise(ends[_WARM_STEPS:])),
         "peak_bytes": peak_resident_bytes(),
         "digest": digest.hexdigest()[:12],
     }

@@ -63,6 +63,8 @@ class Work:
     num_buffers: int  # staging buffers of the optimizer's state
     micro_batches: int = 1
     tier_ahead: int = 1  # groups whose parameters are read before they are needed
+    takes_turns: bool = False
+    """Whether who computes also updates: each group where it is gathered, or where backward has gone through it."""
 
     @property
     def compute(self) -> float:
@@ -182,6 +184,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
         num_buffers=placed.num_buffers,
         micro_batches=job.config.rounds,
         tier_ahead=zero.offload_param.buffer_count - 1,
+        takes_turns=placed.takes_turns,
     )
 
 
@@ -195,6 +198,7 @@ def moving_alone(placed: PlacedJob, sizes: Sequence[int]) -> Work:
             for its, size in zip(groups, sizes, strict=True)
         ),
         num_buffers=placed.num_buffers,
+        takes_turns=placed.takes_turns,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import auto_budget
+from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB, round_up
@@ -30,6 +31,7 @@ from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.shape import ModelShape
+from nvme_offload.perf.plan.traffic import Phase
 
 LIBRARIES_BYTES = 384 * MiB
 """Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""
@@ -162,20 +164,32 @@ class PlacedJob:
     def overlap_step(self) -> OverlapStep:
         """The schedule that `initialize` runs with this section, by the run's own rule."""
         config = self.job.config
-        params = config.zero_optimization.offload_param.device
-        hindered = hindrance(
-            "the optimizer",
-            inside=way_of(self.rule, is_durable=self.kept is not None, on_device=False).inside,
-            through_buffers=params == "nvme"
-            or (self.on_device and params == "cpu")
-            or bool(self.blocks_on_nvme(GRADS)),
-        )
+        inside = way_of(self.rule, is_durable=self.kept is not None, on_device=False).inside
+        tiers = {config.zero_optimization.offload_param.device, config.offload_gradients.device}
         return schedule_of(
             config.overlap_step,
             hides=config.hides_steps(on_device=self.on_device),
-            hindered=hindered is not None,
-            grads_on_way=self.on_device and config.offload_gradients.device != "none",
+            hindered=hindrance("the optimizer", inside=inside) is not None,
+            crosses=self.on_device and tiers != {"none"},
         )
+
+    @cached_property
+    def takes_turns(self) -> bool:
+        """Whether who computes also updates, in the buffers of the blocks: see `BlockTiers.takes_turns`."""
+        params = self.job.config.zero_optimization.offload_param.device
+        in_memory = self.on_device and params == "cpu"
+        return in_memory or bool(self.blocks_on_nvme(PARAMS) or self.blocks_on_nvme(GRADS))
+
+    def runs_as(self, overlap_step: OverlapStep) -> OverlapStep:
+        """Return what a schedule comes to: what takes turns is updated in backward block by block alone."""
+        in_backward = not self.takes_turns or self.job.config.micro_batch_order == "vertical"
+        return overlap_step if in_backward or overlap_step == "off" else "forward"
+
+    @property
+    def updated_in(self) -> Phase:
+        """Return where blocks on NVMe are updated."""
+        phases: dict[OverlapStep, Phase] = {"off": "update", "forward": "forward"}
+        return phases.get(self.runs_as(self.overlap_step), "backward")
 
     def _placed(self) -> list[tuple[Unit, Tier]]:
         return list(zip(self.tiers.units, self.tiers.tiers, strict=True))

@@ -107,7 +107,7 @@ def predict(job: Job, machine: Machine) -> Prediction:
     if work is not None:
         possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]
         its_work = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}
-        times = {name: iteration_time(its_work[name], name) for name in possible}
+        times = {name: iteration_time(its_work[name], placed.runs_as(name)) for name in possible}
     return Prediction(
         job=job,
         machine=machine,
@@ -188,7 +188,7 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
             subgroup.size_bytes if tier == "nvme" else 0
             for subgroup, tier in zip(placed.subgroups, placed.state_on, strict=True)
         ]
-        reads = reads_of(moving_alone(placed, sizes), placed.overlap_step)
+        reads = reads_of(moving_alone(placed, sizes), placed.runs_as(placed.overlap_step))
         read = sum(count * sizes[i] for i, count in reads.items())
         traffic[STATE] = StepTraffic({"update": Traffic(read, written)})
     if placed.kept is not None:
@@ -202,10 +202,13 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
         steps = _without_repetitions([order[number] for number in visits if number in order])
         if kind == GRADS:
             reduces_once = zero.stage == 1 or (zero.stage == 0 and placed.machine.ranks > 1)
-            traffic[kind] = of_gradients(sizes, buffers, 1 if reduces_once else config.rounds, steps)
+            rounds = 1 if reduces_once else config.rounds
+            traffic[kind] = of_gradients(sizes, buffers, rounds, steps, updated_in=placed.updated_in)
             continue
         has_root, twice = bool(job.shape.rest) and 0 in moving, zero.stage == 3
-        traffic[kind] = of_parameters(sizes, buffers, config.rounds, steps, has_root=has_root, twice=twice)
+        traffic[kind] = of_parameters(
+            sizes, buffers, config.rounds, steps, has_root=has_root, twice=twice, updated_in=placed.updated_in
+        )
     return traffic
 
 

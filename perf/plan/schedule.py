@@ -215,9 +215,13 @@ class _Worker:
             buffers.read_ahead(self._upcoming())
             if may_update:
                 among = self._upcoming() if schedule is not None else islice(step.pending, 1)
-                self._update(next_update(among, step.pending, buffers.here.__contains__))
+                self._update(next_update(among, step.pending, self._may_update))
         buffers.write(reads_first=schedule is not None)
         buffers.go_on()
+
+    def _may_update(self, i: int) -> bool:
+        is_due = not (self._work.takes_turns and isinstance(self._schedule, Behind)) or i in self.step.waited_for()
+        return is_due and i in self.buffers.here
 
     def _upcoming(self) -> Iterable[int]:
         step = self.step
@@ -305,6 +309,8 @@ class _Model:
                     yield from self._pass("backward", group)
                     if begins:
                         self._worker.step.pending.update(dict.fromkeys(self._final_with[group]))
+                        if work.takes_turns:
+                            yield from self._wait("backward", lambda: not self._worker.step.pending)
             self._worker.take_step(number)
             if self._overlap == "off":
                 yield from self._wait("step", lambda: not self._worker.step.pending)

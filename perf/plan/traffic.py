@@ -54,31 +54,41 @@ class StepTraffic:
 
 
 def of_parameters(
-    sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int], *, has_root: bool, twice: bool
+    sizes: Sequence[int],
+    num_buffers: int,
+    micro_batches: int,
+    visits: Sequence[int],
+    *,
+    has_root: bool,
+    twice: bool,
+    updated_in: Phase = "update",
 ) -> StepTraffic:
     """Traffic of the parameters: gathered in forward and backward, updated in the step.
 
     `sizes` are of blocks in the order of the forward, `visits` the block of each subgroup in the order of the update's
     first direction. `has_root`: the first block is of what is in no layer, gathered first of all, also in backward.
-    `twice`: backward gathers again what forward freed (ZeRO stage 3).
+    `twice`: backward gathers again what forward freed (ZeRO stage 3). `updated_in`: blocks are updated in the step,
+    where the first forward gathers them, or the last backward.
     """
     rehearsal = _Rehearsal("parameters", sizes, num_buffers)
     forward = range(len(sizes))
     backward = [*forward[:has_root], *reversed(forward[has_root:])] if twice else []
 
     def train() -> None:
-        for _ in range(micro_batches):
+        for micro_batch in range(micro_batches):
             rehearsal.phase = "forward"
             for number in forward:
-                rehearsal.use(number)
+                rehearsal.use(number, change=updated_in == "forward" and not micro_batch)
             rehearsal.phase = "backward"
             for number in backward:
-                rehearsal.use(number)
+                rehearsal.use(number, change=updated_in == "backward" and micro_batch == micro_batches - 1)
 
-    return rehearsal.of_steps(train, visits, changes=True)
+    return rehearsal.of_steps(train, visits if updated_in == "update" else (), changes=True)
 
 
-def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int]) -> StepTraffic:
+def of_gradients(
+    sizes: Sequence[int], num_buffers: int, micro_batches: int, visits: Sequence[int], *, updated_in: Phase = "update"
+) -> StepTraffic:
     """Traffic of the partitions: put down in backward, added to by later micro-batches, read in the update.
 
     Arguments as in `of_parameters`.
@@ -94,7 +104,9 @@ def of_gradients(sizes: Sequence[int], num_buffers: int, micro_batches: int, vis
                 rehearsal.use(number, change=True, load=number in arrived)
                 arrived.add(number)
 
-    return rehearsal.of_steps(train, visits, changes=False)
+    if updated_in == "backward":  # in memory, where they stay
+        return StepTraffic()
+    return rehearsal.of_steps(train, visits, changes=False, behind=updated_in == "forward")
 
 
 class _Rehearsal:
@@ -126,29 +138,37 @@ class _Rehearsal:
         with self.cache.holding(block, change=change, load=load):
             pass
 
-    def of_steps(self, train: Callable[[], None], visits: Sequence[int], *, changes: bool) -> StepTraffic:
-        """Go through some steps, and count the last of them."""
-        order, cache = list(visits), self.cache
+    def of_steps(
+        self, train: Callable[[], None], visits: Sequence[int], *, changes: bool, behind: bool = False
+    ) -> StepTraffic:
+        """Go through some steps, and count the last of them. `behind`: updates are in the forward that follows."""
+        order = sorted(visits) if behind else list(visits)
         try:
             for step in range(WARM_UP_STEPS + COUNTED_STEPS):
                 if step == WARM_UP_STEPS:
                     self._read, self._written = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
+                if behind:
+                    self._update(order, "forward", changes=changes)
                 train()
-                self.phase = "update"
-                cache.order.begin_step(order)
-                for number in order:
-                    cache.order.note_in_step(number)
-                    if self._arrived is not None and not cache.order.is_next_in_step(number):
-                        self._arrived.discard(number)
-                    with cache.holding(cache.blocks[number], change=changes):
-                        pass
-                order.reverse()
-                cache.order.end_step(order)
+                self.cache.order.begin_step(order)
+                if not behind:
+                    self._update(order, "update", changes=changes)
+                    order.reverse()
+                self.cache.order.end_step(order)
         finally:
-            cache.close()
+            self.cache.close()
         return StepTraffic(
             {phase: Traffic(self._read[phase], self._written[phase]) * (1 / COUNTED_STEPS) for phase in PHASES}
         )
+
+    def _update(self, order: Sequence[int], phase: Phase, *, changes: bool) -> None:
+        self.phase, cache = phase, self.cache
+        for number in order:
+            cache.order.note_in_step(number)
+            if self._arrived is not None and not cache.order.is_next_in_step(number):
+                self._arrived.discard(number)
+            with cache.holding(cache.blocks[number], change=changes):
+                pass
 
     def _count(self, op: Op, number: int) -> None:
         counted = self._read if op is Op.READ else self._written

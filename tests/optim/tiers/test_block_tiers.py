@@ -234,6 +234,7 @@ def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path
         engine.backward(loss_of(engine, 5))
         engine.optimizer.step()
         engine.optimizer.step()  # with the same gradients
+        engine.optimizer.synchronize()
         assert {record.steps for record in engine.optimizer.store.table} == {7}
 
 

@@ -144,7 +144,7 @@ def test_before_the_first_forward_there_is_nothing_to_forget(alone, tmp_path, mo
 def test_a_step_that_was_cut_off_at_its_very_end_is_done(alone, tmp_path, monkeypatch, tiers):
     ends = []
     for is_cut_off in (False, True):
-        with make(section(tmp_path, **tiers), num_layers=2) as engine:
+        with make(section(tmp_path, **tiers) | {"overlap_step": "off"}, num_layers=2) as engine:
             if is_cut_off:
                 with monkeypatch.context() as patch:
                     patch.setattr(engine.optimizer.store, "be_whole", raise_struck)

@@ -17,7 +17,7 @@ from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, Struck, every, raise_struck
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, make, section
+from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, be_eager, make, section
 
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
@@ -178,6 +178,40 @@ def test_blocks_are_updated_in_backward_on_two_ranks(tmp_path):
     run_ranks(train_in_backward, 2, tmp_path, [("bf16", 3, False, EVERYTHING), ("fp32", 1, True, EVERYTHING)])
 
 
+class Spare(Model):
+    """Every layer has a parameter that nobody uses, beside one that is used in the same subgroup."""
+
+    def __init__(self):
+        super().__init__(num_layers=3, width=129)
+        for layer in self.layers:
+            layer.spare = nn.Parameter(torch.zeros(7))
+
+
+def test_gradients_wait_for_the_step_with_a_parameter_that_got_none(alone, tmp_path):
+    def model():
+        torch.manual_seed(0)
+        return Spare()
+
+    wanted = train(config_of(None, "horizontal", 2, **PLAIN), 4, model=model)
+    compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), 4, model=model))
+
+
+def test_a_guess_in_backward_is_taken_back_where_the_step_clips(alone, tmp_path, monkeypatch):
+    """Parameters come back from the commit; gradients are still on the drive."""
+    be_eager(monkeypatch)
+    for clip in (1e9, 0.5):
+        more = {"gradient_clipping": clip}
+        wanted = train(config_of(None, "horizontal", 2, **more), 6)
+        config = config_of(tmp_path, "vertical", 2, overlap_step="speculate", **more, **EVERYTHING)
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": f"run-{clip}", "staging_budget": "4MiB"}
+        with make(config, num_layers=3) as engine:
+            seen = [step_of(engine, number) for number in range(6)]
+            compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+            stats = engine.optimizer.stats()
+        assert stats.updates_in_backward > 0
+        assert (stats.updates_taken_back > 0) == (clip == 0.5)
+
+
 def test_a_durable_run_updates_in_backward_too(alone, tmp_path):
     """Between two rewritings of its state the gradients are in its log."""
     wanted = train(config_of(None, "horizontal", 3, **PLAIN), 8)
@@ -260,6 +294,7 @@ def test_a_block_is_gathered_twice_however_many_micro_batches_there_are(alone, t
         with make(config_of(tmp_path, "vertical", count, **EVERYTHING), num_layers=4, tied=False) as engine:
             for number in range(3):
                 step_of(engine, number)
+                engine.optimizer.synchronize()
                 if number == 0:
                     before = engine.optimizer.stats()
             after = engine.optimizer.stats()

@@ -153,7 +153,7 @@ def test_nothing_on_the_device_grows_with_the_model(results, name, itemsize):
     if name == "nvme":
         assert few["born_bytes"] == many["born_bytes"] == 0
     else:
-        assert len({*few["waits"], *many["waits"]}) == 1, "of the host, in every step, however many layers there are"
+        assert {*few["waits"], *many["waits"]} <= {0, 1}, "of the host, in every step, however many layers there are"
 
 
 @pytest.mark.parametrize("schedule", [name for name in BEHIND if name != "guessed"])

@@ -103,7 +103,7 @@ class Heard(logging.Handler):
 
 
 def one_repeats_its_step(rank, world_size, path):
-    config = section(path, **EVERYTHING, accumulation=1)
+    config = section(path, **EVERYTHING, accumulation=1) | {"overlap_step": "off"}
     config["aio"]["engine"] = "aiofiles"
     store, said = store_of_all_ranks(), ""
     logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard(store))
