@@ -28,6 +28,7 @@ from nvme_offload.optim.durable.latest import CommitState, Taken
 from nvme_offload.optim.durable.snapshots import SnapshotsOfRanks
 from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.layout.master import MasterForm
+from nvme_offload.optim.ranks.collective import this_rank
 from nvme_offload.optim.ranks.ranks import Ranks
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.masters import read_master, write_master
@@ -162,11 +163,15 @@ class Commits:
         lasts = state is not CommitState.FAILED
         if latest.failure is not None and not (lasts or quietly):
             self._say_failed(latest.failure)
+        failure = str(latest.failure)
         latest.settle()
         ranks = self.ranks()
         if ranks.several and not ranks.all(lasts):
+            failed = [
+                said for said, lasted in ranks.gather((f"{this_rank()}: {failure}", lasts)).values() if not lasted
+            ]
             if state is CommitState.LASTING:
-                elsewhere = StateError("another rank", "a commit that lasts", "one that failed, as it says there")
+                elsewhere = StateError("another rank", "a commit that lasts", f"one that failed on {'; '.join(failed)}")
                 latest.take_back(elsewhere)
                 self._say_failed(elsewhere)
             return False

@@ -17,6 +17,7 @@ from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, Resume
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
+from nvme_offload.optim.ranks.collective import this_rank
 from nvme_offload.optim.ranks.drives import Reach, misplaced
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.tiers.parts import drop_gathered
@@ -105,9 +106,7 @@ class Resumption:
 
     def _check_whole(self, manifest: Manifest) -> None:
         """Read and verify a step past what is there: a life that was killed in a step may have written over it."""
-        damages = self._ranks.gather(self._damage_of(manifest))
-        if any(damages.values()):
-            said = "; ".join(f"rank {rank}: {damage}" for rank, damage in damages.items() if damage)
+        if said := self._said_by_any(self._damage_of(manifest)):
             raise StateError("rewind", f"a committed step {manifest.step} that is whole", said)
 
     def _damage_of(self, manifest: Manifest) -> str:
@@ -176,22 +175,26 @@ class Resumption:
 
     def _refuse_where_any(self, what: str, problems: Sequence[str]) -> None:
         """Raise ResumeError on every rank where one has a problem."""
-        for rank, found in self._ranks.gather(list(problems)).items():
-            if found:
-                on_rank = f" (on rank {rank})" if self._ranks.several else ""
-                more = f", and {len(found) - 5} more" if len(found) > 5 else ""
-                raise ResumeError(
-                    self._run.folder,
-                    f"{what}{on_rank}: {'; '.join(found[:5])}{more}. Nothing of it has changed; begin anew under "
-                    "another name",
-                )
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        if said := self._said_by_any("; ".join(problems[:5]) + more):
+            raise ResumeError(
+                self._run.folder, f"{what}: {said}. Nothing of it has changed; begin anew under another name"
+            )
+
+    def _said_by_any(self, problem: str) -> str:
+        """Return the problems of all ranks, with rank and host where there are several."""
+        if not self._ranks.several:
+            return problem
+        of_all = self._ranks.gather(f"on {this_rank()}, {problem}" if problem else "")
+        return "; ".join(filter(None, of_all.values()))
 
     def _take_up(self, candidates: Sequence[Manifest]) -> Content:
         """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
         problems: list[str] = []
         for manifest in candidates:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
-            if self._ranks.all(problem is None):
+            said = self._said_by_any(problem)
+            if not said:
                 self._ranks.together(self._commits.identify)
                 # All ranks have it among their commits before the first destroys another one, and nobody goes on while
                 # another rank still has a newer one: whoever is killed at any moment, there is one that all have.
@@ -202,19 +205,17 @@ class Resumption:
             if not self._ranks.all(not self._lacks_room):
                 raise ResumeError(
                     self._run.folder,
-                    f"finds no room for what further steps need: {problem or 'on the drive of another rank'}. "
-                    "All of it is as it was: free space, and start again",
+                    f"finds no room for what further steps need: {said}. All of it is as it was: free space, and start "
+                    "again",
                 )
-            problems.append(f"step {manifest.step}: {problem or 'damaged on another rank'}")
-            warn_user(
-                f"a committed step is damaged ({problems[-1]}): the one before it is looked at", of_this_rank=True
-            )
+            problems.append(f"step {manifest.step}: {said}")
+            warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
         raise ResumeError(
             self._run.folder,
             f"cannot be resumed: {'; '.join(problems)}. Parameters may have changed; load a checkpoint",
         )
 
-    def _bring_back(self, manifest: Manifest) -> tuple[Content, str | None]:
+    def _bring_back(self, manifest: Manifest) -> tuple[Content, str]:
         """Read and verify every subgroup, and set its parameters; return the other content, and what went wrong."""
         content = self._content(manifest)
         if len(content.groups) != len(self._groups):
@@ -238,7 +239,7 @@ class Resumption:
             store.pipeline.forget(store.slots)
             self._lacks_room = isinstance(error, OutOfSpaceError)
             return content, str(error)
-        return content, None
+        return content, ""
 
     def _adopt(self, manifest: Manifest) -> None:
         self._run.adopt(manifest, self._layouts())

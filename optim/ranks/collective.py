@@ -22,6 +22,11 @@ def is_alone() -> bool:
     return not dist.is_initialized()
 
 
+def this_rank() -> str:
+    """Return what others call this process in an error: its rank and host."""
+    return f"rank {dist.get_rank()}, host {socket.gethostname()}"
+
+
 def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether this rank does what one does for all."""
     return is_alone() or dist.get_rank(group) == 0
@@ -66,13 +71,11 @@ def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) ->
 def _first_of_all(errors: list[BaseException], groups: tuple[dist.ProcessGroup | None, ...]) -> BaseException | None:
     """Return what this rank is to raise, from its own error, which is taken out of `errors`, and all others'."""
     error = errors.pop() if errors else None
-    failures = gather((socket.gethostname(), _sendable(error)), *(groups or (None,)))
-    for rank, (host, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
+    failures = gather((this_rank(), _sendable(error)), *(groups or (None,)))
+    for _, (name, failure) in sorted(failures.items(), key=lambda found: found[0] != dist.get_rank()):
         if failure is not None:
             raised = failure if error is None else error
-            if (note := f"on rank {rank}, host {host}") not in getattr(
-                raised, "__notes__", ()
-            ):  # it may be raised again
+            if (note := f"on {name}") not in getattr(raised, "__notes__", ()):  # it may be raised again
                 raised.add_note(note)
             return raised
     return None

@@ -16,6 +16,7 @@ from nvme_offload.aio_native.starting import start
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.errors import OffloadError, PeerError
 from nvme_offload.optim.overlap.worker import Flag
+from nvme_offload.optim.ranks.collective import this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Peers:
         `goes_on`: calling it again may succeed, so that the others wait for good reason.
         """
         if self._board is not None:
-            self._board.put(f"rank {dist.get_rank()} failed in {where}: {type(error).__name__}: {error}", goes_on)
+            self._board.put(f"{this_rank()}, failed in {where}: {type(error).__name__}: {error}", goes_on)
 
     @contextmanager
     def named(self) -> Iterator[None]:

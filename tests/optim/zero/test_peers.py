@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import socket
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_an_io_error_on_one_rank_is_said_on_the_other_while_both_live(tmp_path, 
     raised, heard = run_launched(RANK, tmp_path, moment)
     assert [raised.returncode, heard.returncode] == [0, 0], raised.stderr + heard.stderr
     for said in (heard.stdout, raised.stdout):
-        assert f"rank 1 failed in {moment}: SwapIOError: read of" in said
+        assert f"rank 1, host {socket.gethostname()}, failed in {moment}: SwapIOError: read of" in said
         assert "failed: EIO" in said
         assert "end all ranks and resume from a checkpoint" in said
     assert "This rank waits for it in its next collective" in heard.stdout
@@ -126,7 +127,7 @@ def one_repeats_its_step(rank, world_size, path):
 
 def test_an_io_error_in_a_step_is_said_too_and_the_step_is_finished(tmp_path):
     _, said = run_ranks(one_repeats_its_step, 2, tmp_path)
-    assert said.startswith("rank 1 failed in step: SwapIOError: read of")
+    assert said.startswith(f"rank 1, host {socket.gethostname()}, failed in step: SwapIOError: read of")
     assert said.endswith("This rank waits in its next collective until that rank has repeated the call")
 
 
