@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvme_offload import ResumeError
+from nvme_offload import CheckpointError, ResumeError
 from tests.support.durable_engine import durable, whole
 from tests.support.forked import ROOT
 from tests.support.hosts import Place, run_on_hosts, why_not
 from tests.support.ranks import run_ranks
-from tests.support.resuming import steps_of
+from tests.support.resuming import fresh_engine, section, steps_of
 
 on_hosts = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 
@@ -123,7 +124,7 @@ import os, signal, sys
 from pathlib import Path
 import torch.distributed as dist
 from tests.support.durable_engine import durable
-from tests.support.resuming import steps_of
+from tests.support.resuming import fresh_engine, section, steps_of
 from tests.test_hosts import ALL, STOPPED, digest_of
 
 with durable("bf16", Path(sys.argv[1]), "run", "state, logged") as engine:
@@ -155,3 +156,99 @@ def test_torchrun_starts_all_again_when_one_is_killed(tmp_path, places):
     step = found[0][1]
     assert int(step) in (STOPPED - 1, STOPPED), "the latest one may not have been committed"
     assert sorted(found) == [[rank, step, digest] for rank in "01"]
+
+
+def with_own_folders(path, name=None):
+    zero = section("bf16", path / "nvme")["zero_optimization"]
+    if name:
+        zero["offload_optimizer"]["durable"] = name
+    return fresh_engine("bf16", zero_optimization=zero, checkpoint={"use_node_local_storage": True})
+
+
+def save(rank, world_size, path, background):
+    with with_own_folders(path, "run" if background else None) as engine:
+        engine.save_checkpoint(path / "other", "before")
+        steps_of(engine, rank, range(STOPPED))
+        engine.save_checkpoint(path / "other", client_state={"from": rank}, background=background)
+        if background:
+            steps_of(engine, rank, range(STOPPED, STOPPED + 1))
+
+
+def load(rank, world_size, path):
+    with with_own_folders(path) as engine:
+        found, client_state = engine.load_checkpoint(path / "other")
+        steps_of(engine, rank, range(engine.global_steps, ALL))
+        engine.save_16bit_model(path / "other" / "weights")
+        return found, client_state, digest_of(engine)
+
+
+def load_shared(rank, world_size, path):
+    with fresh_engine("bf16") as engine:
+        engine.load_checkpoint(path)
+        steps_of(engine, rank, range(engine.global_steps, ALL))
+        return digest_of(engine)
+
+
+def load_fails(rank, world_size, path, *tag):
+    with with_own_folders(path) as engine:
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(path / "other", *tag)
+        return str(caught.value)
+
+
+@pytest.fixture
+def own_folders(tmp_path, places):
+    """Places of two hosts with a drive each and a folder of its own for checkpoints, in any order."""
+    for host in "ab":
+        (tmp_path / f"saved on {host}").mkdir()
+
+    def made(hosts):
+        drives = places([{"a": AX, "b": BY}[host] for host in hosts])
+        return [
+            place._replace(mounts=place.mounts | {tmp_path / "other": tmp_path / f"saved on {place.host}"})
+            for place in drives
+        ]
+
+    return made
+
+
+@on_hosts
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoints_of_hosts_with_own_folders_load_in_any_order(tmp_path, own_folders, background):
+    run_on_hosts(save, own_folders("ab"), tmp_path, background)
+    for number, host in enumerate("ab"):
+        names = {path.name for path in (tmp_path / f"saved on {host}" / f"global_step{STOPPED}").iterdir()}
+        assert {name for name in names if name.endswith(".distcp")} == {f"__{number}_0.distcp"}
+    digest = expected(2, "state")
+    for found, client_state, ended in run_on_hosts(load, own_folders("ba"), tmp_path):
+        assert found == str(tmp_path / "other" / f"global_step{STOPPED}")
+        assert client_state == {"from": 0}
+        assert ended == digest
+    weights = [(tmp_path / f"saved on {host}" / "weights" / "model.safetensors").read_bytes() for host in "ab"]
+    assert weights[0] == weights[1]
+    for host in "ab":
+        shutil.copytree(tmp_path / f"saved on {host}", tmp_path / "both", dirs_exist_ok=True)
+    assert run_ranks(load_shared, 2, tmp_path / "both") == [digest] * 2
+
+
+@on_hosts
+@pytest.mark.slow
+def test_a_host_that_lacks_its_part_or_did_not_name_it(tmp_path, own_folders):
+    run_on_hosts(save, own_folders("ab"), tmp_path, False)
+    on_b = tmp_path / "saved on b"
+    newest, partial = on_b / f"global_step{STOPPED}", on_b / f"global_step{STOPPED}.partial"
+    newest.rename(partial)  # as if it had been stopped before it did this, and the next
+    (on_b / "latest").write_text("before")
+    found = run_on_hosts(load, own_folders("ba"), tmp_path)
+    assert {(path.split("/")[-1], ended) for path, _, ended in found} == {
+        (newest.name, expected(2, "state")),
+        (partial.name, expected(2, "state")),
+    }
+    (partial / "__1_0.distcp").unlink()
+    first, second = run_on_hosts(load_fails, own_folders("ba"), tmp_path)
+    assert first.replace(".partial", "") == second.replace(".partial", "")
+    assert "lacks __1_0.distcp, which host b had" in first
+    shutil.rmtree(partial)
+    first, second = run_on_hosts(load_fails, own_folders("ba"), tmp_path, newest.name)
+    assert "lacks __1_0.distcp, which host b had" in first
+    assert first == second

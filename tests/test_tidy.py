@@ -360,7 +360,7 @@ MANY_ATTRIBUTES = {
     "ExtentRing": 16,
     "FinalGradients": 16,
     "Meter": 20,
-    "OffloadConfig": 22,
+    "OffloadConfig": 23,
     "OffloadEngine": 15,
     "OptimizerParams": 13,
     "OptimizerStats": 52,

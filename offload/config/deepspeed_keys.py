@@ -34,11 +34,6 @@ TOP_IGNORED = {
 TOP_ONLY = {
     "amp": ({"enabled": False}, "there is no Apex; enable bf16, fp16 or torch_autocast"),
     "autotuning": ({"enabled": False}, "nothing is tuned by trial runs; `offload tune` tries the drive"),
-    "checkpoint": (
-        {"use_node_local_storage": False},
-        "each rank writes its part into one folder that all see, all have to agree on the tag, any number of ranks "
-        "loads it",
-    ),
     "elasticity": ({"enabled": False}, "a run keeps its ranks, and a checkpoint loads on others; write the batch keys"),
     **each(
         "curriculum_learning data_efficiency eigenvalue progressive_layer_drop",

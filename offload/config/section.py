@@ -49,6 +49,7 @@ from nvme_offload.offload.config.tiers import (
 from nvme_offload.offload.config.training import (
     BatchSizes,
     Bf16Config,
+    CheckpointConfig,
     DType,
     Fp16Config,
     HalfDType,
@@ -331,6 +332,8 @@ class OffloadConfig(Section):
     it is missing; that it cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """The place of checkpoints."""
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule that `initialize` makes; without this section there is none."""
 

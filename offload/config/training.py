@@ -115,6 +115,19 @@ class TorchAutocastConfig(Section):
             yield Contradiction("dtype", 'enabled = true needs it; write "bfloat16" or "float16"', ("enabled",))
 
 
+class CheckpointConfig(Section):
+    """The place of checkpoints."""
+
+    use_node_local_storage: bool = key(False, "true or false", "same")
+    """Each host has a folder of its own: `save_checkpoint` writes there what its ranks have, and a load finds each part
+    on the host that has it, in whatever order the hosts are then. Left out, all ranks see one folder."""
+
+    IGNORED: ClassVar = each(
+        "tag_validation load_universal parallel_write",
+        "each rank writes its part, all have to agree on the tag, and any number of ranks loads it",
+    )
+
+
 class SchedulerParams(Section):
     """Parameters of the schedule; which of them there are depends on `scheduler.type`."""
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,7 @@ def write_sharded(
     max_shard_bytes: int = 5_000_000_000,
     stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
+    writes: bool | None = None,
 ) -> list[Path]:
     """Write tensors as ``model.safetensors``, or as numbered shards and ``model.safetensors.index.json``.
 
@@ -112,6 +114,7 @@ def write_sharded(
         stored: makes of a name, its tensor and the dtype in the file what is to be written, sharded as the tensor is;
             every rank calls it, and must raise the same. By default the tensor itself.
         group: the ranks that have the tensors; None: all.
+        writes: whether this rank writes all of them, as one of each host may; by default rank 0.
 
     Returns:
         The files, in order.
@@ -123,7 +126,7 @@ def write_sharded(
         HalfRenamedError: it failed at the very end, between two renames.
     """
     shards = _plan(list(items), dtype, max_shard_bytes)
-    export = _Export(Path(path), shards, stored, group)
+    export = _Export(Path(path), shards, stored, group, writes)
     try:
         export.do(export.make_room)
         export.agree()
@@ -138,7 +141,7 @@ def write_sharded(
 
 
 class _Export:
-    """Files on their way into a folder. Rank 0 alone writes; what goes wrong there waits until all ranks `agree`."""
+    """Files on their way into a folder. What goes wrong on a rank that writes waits until all ranks `agree`."""
 
     def __init__(
         self,
@@ -146,6 +149,7 @@ class _Export:
         shards: Sequence[_Shard],
         stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None,
         group: dist.ProcessGroup | None,
+        writes: bool | None,
     ) -> None:
         self.folder = folder
         self._stored = stored or (lambda name, tensor, dtype: tensor)
@@ -156,7 +160,7 @@ class _Export:
         self._digest = hashlib.sha256()
         self._staging: HiddenFolder | None = None
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-        self._writes = self._alone or dist.get_rank(group) == 0
+        self._writes = self._alone or (dist.get_rank(group) == 0 if writes is None else writes)
         self._error: OSError | None = None
         self._renaming = False
 
@@ -172,9 +176,9 @@ class _Export:
     def agree(self) -> None:
         """Raise on every rank what went wrong."""
         if not self._alone:
-            box = [self._error]
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-            self._error = box[0]
+            errors: list[OSError | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(errors, self._error, group=self._group)
+            self._error = next((error for error in errors if error is not None), None)
         if self._error is not None:
             raise self._error
 
@@ -260,7 +264,8 @@ class _Export:
             after = f" after {format_bytes(self._written)} of {format_bytes(self._total)}" if self._written else ""
             what = f"too little space{after} ({what}); free space or choose another folder"
         kind = HalfRenamedError if self._renaming else OSError
-        return kind(error.errno, f"the weights were not written: {what}", os.fspath(self.folder))
+        where = "" if self._alone else f" on host {socket.gethostname()}"
+        return kind(error.errno, f"the weights were not written{where}: {what}", os.fspath(self.folder))
 
     def _open(self, name: str, first: bytes) -> None:
         self._file = self._temporary.path(name).open("xb", buffering=0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,21 @@ import torch.distributed as dist
 
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
+from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import CommittedValues
+from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, agree, finish, plan_items
-from nvme_offload.optim.checkpoint.storage import PlannedItems
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, agree, index_of, plan_items
+from nvme_offload.optim.checkpoint.sites import CheckpointSite
+from nvme_offload.optim.checkpoint.storage import PlannedItems, RankFile
+from nvme_offload.optim.durable.commits import random_id
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.worker import Flag
-from nvme_offload.optim.ranks.collective import on_every_rank
+from nvme_offload.optim.ranks.collective import on_every_rank, on_first_rank
 from nvme_offload.optim.updates.logs import SlotLogs
 
 
@@ -51,11 +56,10 @@ class Share:
 class BackgroundSave:
     """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once."""
 
-    def __init__(self, items: PlannedItems, pace: Share, others: Others, end: Callable[[], None], on_exit: ExitStack):
+    def __init__(self, items: PlannedItems, pace: Share, ending: _Ending, on_exit: ExitStack):
         self._items = items
         self._pace = pace
-        self._others = others
-        self._end = end
+        self._ending = ending
         self._on_exit = on_exit
         self._done_bytes = 0
         self.failure: BaseException | None = None
@@ -92,15 +96,14 @@ class BackgroundSave:
 
     def _write(self) -> None:
         try:
-            written = self._items.write(self._advance)
+            self._ending.end(self._items.write(self._advance))
         except BaseException as failure:
-            self._others.say_failed(failure)
+            self._ending.others.say_failed(failure)
             raise
-        self._others.say(written)
-        self._end()
 
     def _advance(self, size_bytes: int) -> None:
         self._done_bytes += size_bytes
+        self._ending.others.go_on()
         self._pace.rest()
 
 
@@ -127,24 +130,43 @@ def begin_save(
 
     with store.at_rest(), ExitStack() as on_exit:
         save = agree(training, tag, client_state, values)
-        partial = on_exit.enter_context(PartialFolder(root, save.tag, group))
-        items = plan_items(partial, save.contents, group)
+        site = CheckpointSite.of(training)
+        partial = on_exit.enter_context(PartialFolder(root, save.tag, site))
+        items = plan_items(partial, save.contents, site)
         on_every_rank(items.keep_aside, group)
-        others = Others(partial, dist.get_rank(group), dist.get_world_size(group))
-
-        def end() -> None:
-            if dist.get_rank(group) == 0:
-                _end(partial, save, items, others)
-
-        return BackgroundSave(items, Share(share), others, end, on_exit.pop_all())
+        number = on_first_rank(random_id, group)
+        others = Others(store_of_all_ranks(), number, dist.get_rank(group), partial)
+        return BackgroundSave(items, Share(share), _Ending(partial, save, items, site, others), on_exit.pop_all())
 
 
-def _end(partial: Path, save: AgreedSave, items: PlannedItems, others: Others) -> None:
-    written = others.heard()
-    others.clear()
-    try:
-        finish(partial, save, items, written)
-    except CheckpointWriteError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(error.errno or errno.EIO, partial) from error
+class _Ending:
+    """A checkpoint is made of what all ranks have written, on those that keep a folder of it."""
+
+    def __init__(
+        self, partial: Path, save: AgreedSave, items: PlannedItems, site: CheckpointSite, others: Others
+    ) -> None:
+        self._partial = partial
+        self._save = save
+        self._items = items
+        self._site = site
+        self.others = others
+
+    def end(self, written: RankFile) -> None:
+        """Say what this rank has written; if it keeps a folder, wait for what belongs there, and give it its name."""
+        self.others.say("written", written.as_json().encode())
+        if not self._site.is_keeper:
+            return
+        try:
+            if self._site.keeper == self._site.keepers[0]:
+                of_all = self.others.heard("written", range(dist.get_world_size(self._site.group)))
+                index = index_of(self._save, self._items, (RankFile.from_json(said.decode()) for said in of_all))
+                self.others.say("index", pickle.dumps(index))
+            [index_bytes] = self.others.heard("index", self._site.keepers[:1])
+            pickle.loads(index_bytes).write(self._partial)
+            self.others.say("whole")
+            self.others.heard("whole", self._site.keepers)
+            files.publish(self._partial, self._save.tag)
+        except CheckpointWriteError:
+            raise
+        except OSError as error:
+            raise CheckpointWriteError(error.errno or errno.EIO, self._partial) from error

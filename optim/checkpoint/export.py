@@ -30,15 +30,19 @@ def export_safetensors(
     max_shard_bytes: int,
     own: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
+    writes: bool | None = None,
 ) -> list[Path]:
-    """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name."""
+    """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name.
+
+    `writes`: whether this rank writes the files; by default rank 0 does.
+    """
     tensors = dict(weight_items(model))
 
     def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return on_every_rank(partial(_cast, name, tensors[name], wanted), group)
 
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group)
+    return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group, writes)
 
 
 def weights_of(
@@ -87,13 +91,16 @@ def write_weights(
     dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
     group: dist.ProcessGroup | None = None,
+    writes: bool | None = None,
 ) -> list[Path]:
     """Write tensors of these shapes in these dtypes; `stored` gives each when it is its turn."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
     items = [(name, torch.empty(shape, dtype=dtypes[name], device="meta")) for name, (shape, _) in tensors.items()]
     try:
-        return write_sharded(folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=stored, group=group)
+        return write_sharded(
+            folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=stored, group=group, writes=writes
+        )
     except SwapIOError:  # of a tier, and it says so itself
         raise
     except HalfRenamedError as error:

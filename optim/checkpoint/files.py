@@ -36,8 +36,6 @@ _UNMARKED = ".nvme-offload-unmarked"
 
 After a power loss it may have one all the same, and other files of ours: of what was not synced a drive keeps any part.
 """
-SAID = ".said"
-"""Files in which ranks say what they have written end like this; they are gone before a checkpoint gets its name."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -50,18 +48,20 @@ class FileRecord(NamedTuple):
     digest: str
     kind: str = BLOCKS
     """The digest is of this kind: `BLOCKS`, or `SHA256` by earlier versions."""
+    host: str = ""
+    """The host whose ranks wrote it, where each host has a folder of its own and others have no such file."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        return {"size_bytes": self.size_bytes, self.kind: self.digest}
+        return {"size_bytes": self.size_bytes, self.kind: self.digest} | ({"host": self.host} if self.host else {})
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> FileRecord:
         """Return what an entry of a manifest says; ValueError, LookupError or TypeError if it is none."""
-        [kind] = said.keys() - {"size_bytes"}
+        [kind] = said.keys() - {"size_bytes", "host"}
         if kind not in (BLOCKS, SHA256):
             raise ValueError(f"digest of kind {kind!r}, which this version does not know")
-        return cls(int(said["size_bytes"]), str(said[kind]), kind)
+        return cls(int(said["size_bytes"]), str(said[kind]), kind, str(said.get("host", "")))
 
 
 class HashingStream:
@@ -229,7 +229,7 @@ def remove(folder: Path) -> None:
 
 def _remove_files(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name in _KNOWN or path.suffix in (".distcp", SAID):
+        if path.name in _KNOWN or path.suffix == ".distcp":
             path.unlink()
 
 
@@ -281,17 +281,51 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return what files there must be; CheckpointError if the list is missing or damaged."""
+    return _read_list(folder)[1]
+
+
+def _read_list(folder: Path) -> tuple[str, dict[str, FileRecord]]:
+    """Return what files there must be, after the digest of that list, which says what save it is of."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
         files = content["files"]
         if content["sha256"] != _digest(files):
             raise CheckpointError(path, "is damaged: its digest is wrong; load another checkpoint")
-        return {name: FileRecord.from_json(record) for name, record in files.items()}
+        return content["sha256"], {name: FileRecord.from_json(record) for name, record in files.items()}
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}; load another checkpoint") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(path, f"is damaged: {error}; load another checkpoint") from error
+
+
+class HostSaves(NamedTuple):
+    """The whole checkpoints in the folder of one host that a load may mean, by the digest of their manifests."""
+
+    folders: dict[str, tuple[Path, dict[str, FileRecord]]]
+    named: str | None = None
+    """The one that the tag names, or `latest`."""
+    unnamed: frozenset[str] = frozenset()
+    """This host was stopped before it gave these their name, or made them the latest."""
+    tag: str | None = None
+
+    @classmethod
+    def below(cls, root: Path, tag: str | None) -> HostSaves:
+        """Look what is there; CheckpointError where a manifest is damaged."""
+        found = cls({}, tag=tag)
+        with contextlib.suppress(CheckpointError):  # it is not there: perhaps it is on other hosts
+            if (folder := find(root, tag)) is not None:
+                save, records = _read_list(folder)
+                found = cls({save: (folder, records)}, save, tag=folder.name)
+        stopped = {
+            path.parent: _read_list(path.parent) for path in root.glob(f"*/{MANIFEST}") if _is_stopped(path.parent)
+        }
+        folders = {save: (path, records) for path, (save, records) in stopped.items()}
+        return found._replace(folders={**folders, **found.folders}, unnamed=frozenset(folders))
+
+
+def _is_stopped(folder: Path) -> bool:
+    return folder.name.endswith(PARTIAL) or (folder / LATEST).exists()
 
 
 def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lambda size_bytes: None) -> None:

@@ -1,75 +1,82 @@
-"""Ranks say to the first one through files what they have written: no collective runs beside those of training."""
+"""Ranks say through their store what they have written: no collective runs beside those of training."""
 
 from __future__ import annotations
 
 import errno
-import os
+import socket
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
 
 from nvme_offload.offload.errors import CheckpointWriteError
-from nvme_offload.optim.checkpoint.files import SAID
-from nvme_offload.optim.checkpoint.storage import RankFile
 
-_FAILED = "failed: "
+_KEY = "nvme_offload/checkpoint"
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 600.0
-"""The first rank gives the others up when no file of a checkpoint has grown for so long."""
+"""Other ranks are given up when none of them has gone on for so long."""
 
 
 class Others:
-    """The ranks that write one checkpoint, into a folder that all of them see."""
+    """The ranks that write one checkpoint.
 
-    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
-        self._folder = folder
+    Args:
+        store: of all of them.
+        save: is of this checkpoint alone.
+        rank: this one.
+        where: the folder, for errors.
+    """
+
+    def __init__(self, store: Store, save: str, rank: int, where: object) -> None:
+        self._store = store
+        self._save = save
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._where = where
 
-    def say(self, written: RankFile) -> None:
-        """Say that this rank has written its part."""
-        self._say(written.as_json())
+    def say(self, what: str, value: bytes = b"") -> None:
+        """Let the others know that this rank has got so far. What it said of an earlier save is forgotten."""
+        key = self._key(what, self._rank)
+        self._set(f"{key}/value", value)
+        self._set(key, self._save.encode())
 
     def say_failed(self, failure: BaseException) -> None:
-        """Say that this rank has not, so that nobody waits for it any longer."""
-        with suppress(OSError):
-            self._say(_FAILED + f"{type(failure).__name__}: {failure}")
+        """Say that this rank goes no further; who waits for it need not any longer."""
+        with suppress(RuntimeError):  # the store has ended, as what waits for this rank will notice
+            self._set(
+                f"{_KEY}/failure",
+                f"on rank {self._rank}, host {socket.gethostname()}: {type(failure).__name__}: {failure}".encode(),
+            )
+            self._set(f"{_KEY}/failed", self._save.encode())
 
-    def heard(self) -> list[RankFile]:
-        """Return what all ranks have written; CheckpointWriteError if one has failed, or is not heard of any more."""
-        return [self._heard_of(rank) for rank in range(self._num_ranks)]
+    def go_on(self) -> None:
+        """Let who waits know that this rank is at work."""
+        self._store.add(f"{_KEY}/items", 1)
 
-    def clear(self) -> None:
-        """Remove what was said: it is no part of a checkpoint."""
-        for rank in range(self._num_ranks):
-            self._path(rank).unlink()
+    def heard(self, what: str, ranks: Iterable[int]) -> list[bytes]:
+        """Return what ranks have said, when all of them have; raises CheckpointWriteError where one never will."""
+        return [self._heard_of(rank, self._key(what, rank)) for rank in ranks]
 
-    def _heard_of(self, rank: int) -> RankFile:
-        grown, size_bytes = time.monotonic(), -1
-        while not self._path(rank).exists():
-            os.listdir(self._folder)  # a network file system looks again
-            if (now := self._size_bytes()) != size_bytes:
-                grown, size_bytes = time.monotonic(), now
-            elif time.monotonic() - grown > _PATIENCE_SECONDS:
-                raise CheckpointWriteError(errno.ETIMEDOUT, self._folder, f"nothing is heard of rank {rank}")
+    def _heard_of(self, rank: int, key: str) -> bytes:
+        since, before = time.monotonic(), -1
+        while not self._has_said(key):
+            if self._has_said(f"{_KEY}/failed"):
+                raise self._lost(errno.EIO, self._store.get(f"{_KEY}/failure").decode())
+            if (now := self._store.add(f"{_KEY}/items", 0)) != before:
+                since, before = time.monotonic(), now
+            elif time.monotonic() - since > _PATIENCE_SECONDS:
+                raise self._lost(errno.ETIMEDOUT, f"nothing is heard of rank {rank}")
             time.sleep(_LOOK_SECONDS)
-        said = self._path(rank).read_text(encoding="utf-8")
-        if said.startswith(_FAILED):
-            raise CheckpointWriteError(errno.EIO, self._folder, f"on rank {rank}: {said.removeprefix(_FAILED)}")
-        return RankFile.from_json(said)
+        return self._store.get(f"{key}/value")
 
-    def _size_bytes(self) -> int:
-        size_bytes = 0
-        for path in self._folder.iterdir():
-            with suppress(FileNotFoundError):  # another rank has renamed it since it was listed
-                size_bytes += path.stat().st_size
-        return size_bytes
+    def _has_said(self, key: str) -> bool:
+        return self._store.check([key]) and self._store.get(key) == self._save.encode()
 
-    def _path(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}{SAID}"
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are what it takes and gives
 
-    def _say(self, text: str) -> None:
-        path = self._path(self._rank)
-        new = path.with_suffix(f".new{SAID}")
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
+    def _key(self, what: str, rank: int) -> str:
+        return f"{_KEY}/{what}/{rank}"
+
+    def _lost(self, code: int, said: str) -> CheckpointWriteError:
+        return CheckpointWriteError(code, str(self._where), said)

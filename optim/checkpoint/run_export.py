@@ -20,6 +20,7 @@ from nvme_offload.optim.checkpoint.files import check_tag
 from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, write
+from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.durable.recorded import RecordedParam
 
 _SHOWN = 4
@@ -120,7 +121,7 @@ def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -
     contents, scalars = _contents_of(step), _scalars_of(step)
     objects = objects_bytes(scalars, first.content.client_state)
     with _NothingLeft(root), torch.no_grad():
-        return write(root, AgreedSave(own_tag, contents, state_json(scalars, contents), objects), None)
+        return write(root, AgreedSave(own_tag, contents, state_json(scalars, contents), objects), CheckpointSite(None))
 
 
 def _scalars_of(step: CommittedStep) -> Scalars:

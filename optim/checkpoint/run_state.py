@@ -39,6 +39,8 @@ class TrainingParts:
     """The ranks that have the model; None: all."""
     stages: dist.ProcessGroup | None
     """The ranks that have the other stages of the model, and this one; None without a pipeline."""
+    node_local: bool = False
+    """Whether each host has a folder of its own for checkpoints: `checkpoint.use_node_local_storage`."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, StateError, SwapIOError
 from nvme_offload.offload.progress import progress
 from nvme_offload.offload.sync import make_folder
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.checkpoint import files
@@ -48,15 +50,16 @@ from nvme_offload.optim.checkpoint.run_state import (
     read_state,
     state_json,
 )
+from nvme_offload.optim.checkpoint.sites import CheckpointSite, FoundCheckpoint, HostsReader
 from nvme_offload.optim.checkpoint.storage import (
     METADATA,
     PlannedItems,
     RankFile,
     VerifiedReader,
+    metadata_bytes,
     read_metadata,
-    write_metadata,
 )
-from nvme_offload.optim.ranks.collective import gather, is_alone, is_first_rank, on_every_rank, on_first_rank
+from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
 from nvme_offload.optim.state.condition import Need
 
 logger = logging.getLogger(__name__)
@@ -86,17 +89,20 @@ def save(training: TrainingParts, root: Path, tag: str | None, client_state: Map
     on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
     with store.at_rest():
         save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
-        return write(root, save, training.group)
+        return write(root, save, CheckpointSite.of(training))
 
 
-def write(root: Path, save: AgreedSave, group: dist.ProcessGroup | None) -> Path:
+def write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
     """Write a checkpoint that all ranks of a group have agreed on; return its folder."""
-    with PartialFolder(root, save.tag, group) as partial:
-        items = plan_items(partial, save.contents, group)
+    with PartialFolder(root, save.tag, site) as partial:
+        items = plan_items(partial, save.contents, site)
         with progress("writing the checkpoint", items.size_bytes) as advance:
-            own = on_every_rank(lambda: items.write(advance), group)
-        written = map(RankFile.from_json, gather(own.as_json(), group).values())
-        return on_first_rank(lambda: finish(partial, save, items, written), group)
+            own = on_every_rank(lambda: items.write(advance), site.group)
+        written = map(RankFile.from_json, site.gather(own.as_json()))
+        index = on_first_rank(lambda: index_of(save, items, written), site.group)
+        site.keep(lambda: index.write(partial))
+        site.keep(lambda: files.publish(partial, save.tag))
+        return partial.with_name(save.tag)
 
 
 @dataclass(frozen=True)
@@ -142,25 +148,39 @@ def agree(
     return AgreedSave(tag, contents, state, objects)
 
 
-def plan_items(partial: Path, contents: Contents, group: dist.ProcessGroup | None) -> PlannedItems:
+def plan_items(partial: Path, contents: Contents, site: CheckpointSite) -> PlannedItems:
     """Plan who writes what into a new folder; every rank must call it, and see the folder."""
-    on_every_rank(lambda: _check_shared(partial), group)
+    on_every_rank(lambda: _check_shared(partial, site), site.group)
     planner = StreamedSavePlanner(contents)
-    items = PlannedItems(partial, planner)
-    with _one_error(group), warnings.catch_warnings():
+    items = PlannedItems(partial, planner, site.host)
+    with _one_error(site.group), warnings.catch_warnings():
         if is_alone():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        save_items({}, storage_writer=items, planner=planner, process_group=group)
+        save_items({}, storage_writer=items, planner=planner, process_group=site.group)
+    of_ranks = site.gather((site.keeper, items.size_bytes))
+    needed = sum(size_bytes for keeper, size_bytes in of_ranks if keeper == site.keeper)
+    site.keep(lambda: _check_room(partial, needed))
     return items
 
 
-def finish(partial: Path, save: AgreedSave, items: PlannedItems, written: Iterable[RankFile]) -> Path:
-    """Make a checkpoint of what all ranks have written, on the first one; returns its folder."""
-    records = write_metadata(partial, items.metadata, written, save.contents.tied)
-    records[STATE] = files.write_durably(partial / STATE, save.state)
-    records[OBJECTS] = files.write_durably(partial / OBJECTS, save.objects)
-    files.write_manifest(partial, records)
-    return files.publish(partial, save.tag)
+class SavedIndex(NamedTuple):
+    """The files of a checkpoint beside those of the ranks, and the records of those."""
+
+    files: Mapping[str, bytes]
+    of_ranks: Mapping[str, FileRecord]
+
+    def write(self, partial: Path) -> None:
+        """Write them, and the list of all."""
+        records = {name: files.write_durably(partial / name, data) for name, data in self.files.items()}
+        files.write_manifest(partial, {**self.of_ranks, **records})
+
+
+def index_of(save: AgreedSave, items: PlannedItems, written: Iterable[RankFile]) -> SavedIndex:
+    """Make the index of what all ranks have written, on the first one."""
+    written = list(written)
+    metadata = metadata_bytes(items.metadata, written, save.contents.tied)
+    records = {of_rank.name: of_rank.record for of_rank in written}
+    return SavedIndex({METADATA: metadata, STATE: save.state, OBJECTS: save.objects}, records)
 
 
 @torch.no_grad()
@@ -176,26 +196,25 @@ def load(
         ValueError: it does not fit the model, the optimizer or the scheduler. In both cases nothing was changed.
         SwapIOError: a tier failed on the way: part of the state is old and part is new; load again.
     """
-    group = training.group
-    folder = on_first_rank(lambda: files.find(root, tag), group)
-    if folder is None:
+    site = CheckpointSite.of(training)
+    found = site.found(root, tag)
+    if found is None:
         said = f"{root} holds no checkpoint (no file {files.LATEST!r}): nothing is loaded"
-        if on_first_rank(lambda: root.is_dir() and any(root.iterdir()), group):
+        if on_first_rank(lambda: root.is_dir() and any(root.iterdir()), site.group):
             warn_user(said)
         else:  # the first start of a script that always asks
             logger.info("%s", said)
         return None
-    manifest = on_every_rank(lambda: files.read_manifest(folder), group)
-    on_every_rank(lambda: _verify_share(folder, manifest, group), group)
+    on_every_rank(lambda: _verify_share(found, dist.get_rank(site.group)), site.group)
     store = training.optimizer.store
     with store.at_rest(forgiving=True):
-        return _load(training, folder, manifest, take_over)
+        return _load(training, found, site, take_over)
 
 
 def _load(
-    training: TrainingParts, folder: Path, manifest: Mapping[str, FileRecord], take_over: Callable[[Loaded], None]
+    training: TrainingParts, found: FoundCheckpoint, site: CheckpointSite, take_over: Callable[[Loaded], None]
 ) -> Loaded:
-    store, group = training.optimizer.store, training.group
+    store, group, folder = training.optimizer.store, training.group, found.folder
 
     def prepare() -> tuple[LiveValues, Contents]:
         store.check_usable()
@@ -210,7 +229,7 @@ def _load(
     def compare() -> tuple[Metadata, RunState]:
         take_on_stages(contents, stages)
         check_same_optimizer(folder, training)
-        metadata = read_metadata(folder, manifest)
+        metadata = read_metadata(folder, found.manifest)
         check_fits(contents, metadata)
         return metadata, read_state(folder, training, contents)
 
@@ -220,7 +239,8 @@ def _load(
     numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
     with _one_error(group), progress("loading the checkpoint", numel) as advance:
         planner = StreamedLoadPlanner(contents, advance)
-        load_items({}, storage_reader=VerifiedReader(folder, metadata), planner=planner, process_group=group)
+        reader = HostsReader(found, metadata, group) if site.host else VerifiedReader(folder, metadata)
+        load_items({}, storage_reader=reader, planner=planner, process_group=group)
 
     def finish() -> None:
         planner.finish()
@@ -245,14 +265,16 @@ def _contents_of(training: TrainingParts, values: Values) -> Contents:
 class PartialFolder(AbstractContextManager[Path]):
     """The folder to write into, on every rank; if the block fails, nothing of it is left."""
 
-    def __init__(self, root: Path, tag: str, group: dist.ProcessGroup | None) -> None:
-        self._root, self._tag, self._group = root, tag, group
+    def __init__(self, root: Path, tag: str, site: CheckpointSite) -> None:
+        self._root, self._tag, self._site = root, tag, site
         self._partial = root / (tag + files.PARTIAL)
         self._lock: Descriptor | None = None
 
     def __enter__(self) -> Path:
         try:
-            self._partial = on_first_rank(self._begin, self._group)
+            self._root = self._root if self._site.host else on_first_rank(lambda: self._root, self._site.group)
+            self._partial = self._root / (self._tag + files.PARTIAL)
+            self._site.keep(self._begin)
             return self._partial
         except BaseException as error:
             self._unlock()
@@ -260,16 +282,16 @@ class PartialFolder(AbstractContextManager[Path]):
                 raise CheckpointWriteError(error.errno or errno.EIO, self._partial) from error
             raise
 
-    def _begin(self) -> Path:
+    def _begin(self) -> None:
         make_folder(self._root)
         self._lock = files.locked(self._root)
-        return files.begin(self._root, self._tag)
+        files.begin(self._root, self._tag)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if error is None:
                 return
-            if is_first_rank(self._group):
+            if self._site.is_keeper:
                 with suppress(OSError):  # the drive has failed; the next save removes it
                     files.discard(self._partial, self._tag)
             if isinstance(error, OSError) and not isinstance(error, SwapIOError | CheckpointWriteError):
@@ -292,8 +314,8 @@ def _one_error(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if not is_alone() and rank != dist.get_rank(group):
-            cause.add_note(f"on rank {rank}")
+        if not is_alone():  # all ranks come here
+            cause.add_note(f"on {[*gather(this_rank(), group).values()][rank]}")
         raise cause from None
 
 
@@ -302,19 +324,25 @@ def _check_same_tag(own: str, first: str) -> None:
         raise ValueError(f"tag {own!r} on rank {dist.get_rank()}, {first!r} on rank 0: every rank must give the same")
 
 
-def _check_shared(partial: Path) -> None:
+def _check_shared(partial: Path, site: CheckpointSite) -> None:
     if not partial.is_dir():
-        what = f"was made by rank 0 and is not there for rank {dist.get_rank()}"
-        raise CheckpointError(partial, f"{what}: save into a folder that all machines share")
+        what = f"was made by rank {site.keeper} and is not there for {this_rank()}"
+        where = (
+            "a folder that all ranks of a host see"
+            if site.host
+            else ("a folder that all machines share, or write checkpoint.use_node_local_storage = true")
+        )
+        raise CheckpointError(partial, f"{what}: save into {where}")
 
 
-def _verify_share(folder: Path, manifest: Mapping[str, FileRecord], group: dist.ProcessGroup | None) -> None:
-    """Verify the files that fall to this rank, and that the necessary ones are among them all."""
-    for name in (METADATA, STATE, OBJECTS):
-        if name not in manifest:
-            raise CheckpointError(folder / files.MANIFEST, f"does not list {name}")
-    by_size = sorted(manifest, key=lambda name: (manifest[name].size_bytes, name))
-    own = by_size[dist.get_rank(group) :: dist.get_world_size(group)]
-    with progress("verifying the checkpoint", sum(manifest[name].size_bytes for name in own)) as advance:
+def _check_room(partial: Path, needed: int) -> None:
+    if needed > (free := shutil.disk_usage(partial).free):
+        detail = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
+        raise CheckpointWriteError(errno.ENOSPC, partial, detail)
+
+
+def _verify_share(found: FoundCheckpoint, rank: int) -> None:
+    own = found.share_of(rank)
+    with progress("verifying the checkpoint", sum(found.manifest[name].size_bytes for name in own)) as advance:
         for name in own:
-            files.verify(folder / name, manifest[name], advance)
+            files.verify(found.folder / name, found.manifest[name], advance)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -18,10 +16,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
-from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.optim.checkpoint.contents import StreamedSavePlanner
-from nvme_offload.optim.checkpoint.files import FileRecord, durable_file, write_durably
+from nvme_offload.optim.checkpoint.files import FileRecord, durable_file
 
 METADATA = ".metadata"
 _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
@@ -57,23 +54,15 @@ class PlannedItems(FileSystemWriter):
     metadata: Metadata
     """The checkpoint's own, but for where things are; on the coordinator."""
 
-    def __init__(self, folder: Path, planner: StreamedSavePlanner) -> None:
+    def __init__(self, folder: Path, planner: StreamedSavePlanner, host: str) -> None:
         super().__init__(folder)
         self._folder = folder
         self._planner = planner
+        self._host = host
 
     def storage_meta(self) -> StorageMeta:
         """Describe no storage: the folder is about to get another name."""
         return StorageMeta()
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that there is room for all of it; else CheckpointWriteError."""
-        needed = sum(_size_of(item) for plan in plans for item in plan.items)
-        free = shutil.disk_usage(self._folder).free
-        if needed > free:
-            detail = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
-            raise CheckpointWriteError(errno.ENOSPC, self._folder, detail)
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Keep the plan of this rank."""
@@ -106,7 +95,7 @@ class PlannedItems(FileSystemWriter):
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, storage_info(name, start, length)))
                 advance(_size_of(item))
-        return RankFile(name, stream.record, results)
+        return RankFile(name, stream.record._replace(host=self._host), results)
 
 
 def _result_as_json(result: WriteResult) -> list[Any]:
@@ -121,11 +110,8 @@ def _result_from_json(name: str, said: Sequence[Any]) -> WriteResult:
     return WriteResult(index, length, storage_info(name, start, length))
 
 
-def write_metadata(
-    folder: Path, metadata: Metadata, written: Iterable[RankFile], tied: Mapping[str, str]
-) -> dict[str, FileRecord]:
-    """Write what is where; return the records of all files so far. The `tied` names of an entry cost no bytes."""
-    written = list(written)
+def metadata_bytes(metadata: Metadata, written: Iterable[RankFile], tied: Mapping[str, str]) -> bytes:
+    """Return the file `METADATA`, which says what is where. The `tied` names of an entry cost no bytes."""
     stored = {result.index: result.storage_data for of_rank in written for result in of_rank.results}
     for alias, name in tied.items():
         metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
@@ -136,8 +122,7 @@ def write_metadata(
         }
     metadata.storage_data = stored
     metadata.storage_meta = StorageMeta()
-    records = {of_rank.name: of_rank.record for of_rank in written}
-    return records | {METADATA: write_durably(folder / METADATA, pickle.dumps(metadata))}
+    return pickle.dumps(metadata)
 
 
 class VerifiedReader(FileSystemReader):

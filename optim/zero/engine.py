@@ -23,6 +23,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
+from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
@@ -491,7 +492,8 @@ class OffloadEngine(CheckpointEngine):
         """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
 
         Args:
-            dir: on rank 0; made if it is missing. Weights exported there before are replaced, other files stay.
+            dir: on rank 0, with `checkpoint.use_node_local_storage` on each host; made if it is missing. Weights
+                exported there before are replaced, other files stay.
             dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay fp32
                 in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Of autocast all are fp32.
             max_shard_bytes: of one file, as bytes or ``"1GiB"``; a larger tensor has a file of its own.
@@ -510,9 +512,8 @@ class OffloadEngine(CheckpointEngine):
                 "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
                 "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
             )
-        return export_safetensors(
-            self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), self.precision_plan.own, self._group
-        )
+        own, writes = self.precision_plan.own, CheckpointSite.of(self._training).is_keeper
+        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), own, self._group, writes)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and whole value of every weight, one at a time: to hand to another program, as vLLM.
@@ -549,6 +550,7 @@ class OffloadEngine(CheckpointEngine):
             self.global_steps,
             self._group,
             self._stages,
+            self.config.checkpoint.use_node_local_storage,
         )
 
     @property

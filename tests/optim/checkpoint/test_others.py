@@ -1,65 +1,42 @@
-"""Boxes and pieces that a checkpoint is cut into, and ranks that say through files what they have written."""
+"""Boxes and pieces that a checkpoint is cut into, and ranks that say through a store what they have written."""
 
 import itertools
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nvme_offload import CheckpointWriteError
-from nvme_offload.optim.checkpoint.files import FileRecord
 from nvme_offload.optim.checkpoint.others import Others
-from nvme_offload.optim.checkpoint.storage import RankFile
 from nvme_offload.optim.layout.geometry import Part, boxes
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
 
 
-def written(rank):
-    return RankFile(f"__{rank}_0.distcp", FileRecord(10, f"digest {rank}"), [])
+def rank(number, save="now", store=dist.HashStore()):  # noqa: B008  # one for all
+    return Others(store, save, number, "saved/now.partial")
 
 
-@pytest.fixture
-def waiting(tmp_path, monkeypatch):
-    """Rank 0 of 2, and an event that is set when it has looked for rank 1 and not found it."""
-    first, looked = Others(tmp_path, 0, 2), threading.Event()
-    size_bytes = first._size_bytes
-
-    def looking():
-        now = size_bytes()
-        looked.set()
-        return now
-
-    monkeypatch.setattr(first, "_size_bytes", looking)
-    first.say(written(0))
-    return first, looked
+def test_what_all_ranks_have_written_of_this_save_is_heard():
+    rank(1, "before").say("written", b"before")
+    rank(0).say("written", b"first")
+    with ThreadPoolExecutor() as threads:
+        heard = threads.submit(rank(0).heard, "written", range(2))
+        time.sleep(0.1)
+        assert not heard.done()
+        rank(1).say("written", b"second")
+        assert heard.result(60) == [b"first", b"second"]
 
 
-def test_a_file_that_another_rank_renames_meanwhile_is_not_missed(tmp_path, waiting):
-    first, looked = waiting
-    listed = tmp_path / "rank1.new.said"
-    listed.symlink_to(tmp_path / "renamed")  # listed, and not there for who asks for its size
-
-    def say():
-        looked.wait()
-        listed.unlink()
-        Others(tmp_path, 1, 2).say(written(1))
-
-    other = threading.Thread(target=say)
-    other.start()
-    assert first.heard() == [written(0), written(1)]
-    other.join()
-    first.clear()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_another_rank_failed_with_is_raised(tmp_path, waiting):
-    first, looked = waiting
-    other = threading.Thread(target=lambda: looked.wait() and Others(tmp_path, 1, 2).say_failed(OSError("no room")))
-    other.start()
-    with pytest.raises(CheckpointWriteError, match="on rank 1: OSError: no room"):
-        first.heard()
-    other.join()
+def test_what_another_rank_failed_with_is_raised():
+    rank(0, "failing").say("written")
+    rank(1, "failing").say_failed(OSError("no room"))
+    with pytest.raises(
+        CheckpointWriteError, match=r"saved/now\.partial failed: EIO.*on rank 1, host .*: OSError: no room"
+    ):
+        rank(0, "failing").heard("written", range(2))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (5, 1), (1, 6), (3, 1, 4), (2, 3, 4)], ids=str)
