@@ -65,14 +65,7 @@ class Tally:
 
 
 class Case:
-    """What a seed decides: the engine, the faults, and through `draw` everything else.
-
-    Args:
-        seed: names the case.
-        engines: those to choose from.
-        folder: for the swap files.
-        tally: where it is counted.
-    """
+    """What a seed decides: the engine, the faults, and through `draw` everything else."""
 
     def __init__(self, seed, engines, folder, tally):
         self.seed = seed

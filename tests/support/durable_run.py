@@ -54,14 +54,7 @@ def content_of(value: int, num_bytes: int) -> torch.Tensor:
 class SmallRun:
     """A run that is open, with a tier and one staging buffer.
 
-    Args:
-        paths: existing folders.
-        layouts: of its slots.
-        engine: as `aio.engine`.
-        name: of the run.
-        rank: of this part of it.
-        steps_back: how many commits before the newest it keeps.
-        note: called with what is about to be committed, and with what was.
+    It keeps `steps_back` commits before the newest; `note` is called with what is about to be committed, and what was.
     """
 
     def __init__(

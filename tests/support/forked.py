@@ -42,10 +42,6 @@ def run_code(
     """Run `prepare`, then `code` with ``sys.argv[1:] == arguments``, in a child below the repository.
 
     It computes with as many threads as this process, so that bits can be compared.
-    `environment` goes on top of that of this process.
-
-    Raises:
-        TimeoutExpired: it took longer than `timeout` seconds, and was killed.
     """
     num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:

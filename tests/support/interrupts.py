@@ -62,14 +62,9 @@ def send_sigint() -> None:
 class Interrupt:
     """Calls `strike` at one point inside the block, in this thread; `place` says where, if it came to that.
 
-    Inside the block nothing collects garbage on its own: a point has the same number each time.
-
-    Args:
-        when: the number of the point, from 1 on; or says of each whether it is the one.
-        strike: raises, or sends a signal.
-        inside: how file names begin whose code is struck.
-        keep: keep what came out of the block, and with it all that its frames have, for as long as this object: as an
-            ``except`` block does, and a notebook until the next exception.
+    Inside the block nothing collects garbage on its own: a point has the same number each time. `inside` is how file
+    names begin whose code is struck. `keep`: keep what came out of the block, and with it all that its frames have, for
+    as long as this object: as an ``except`` block does, and a notebook until the next exception.
     """
 
     def __init__(

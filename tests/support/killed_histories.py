@@ -104,13 +104,7 @@ class Log:
 
 
 class DiesAtAChange:
-    """Kill this process at a change to the drive.
-
-    Args:
-        call: number of the first call of which changes count.
-        change: number of the change at which it dies.
-        after: whether that is done before it dies.
-    """
+    """Kill this process at a change to the drive, by its number from a call on; `after`: when that is done."""
 
     def __init__(self, call, change, *, after):
         self.call = call

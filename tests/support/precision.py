@@ -72,11 +72,7 @@ def train_engine(rank, keys, stage):
 
 
 def train_pipeline(mesh, keys, stage):
-    """The same with the two halves on two stages of a pipeline; losses are there on the last one.
-
-    Args:
-        mesh: of dimensions "pp", of size 2, and "dp".
-    """
+    """The same with the two halves on two stages of a pipeline, over a mesh of "pp" and "dp"; the last has losses."""
     index, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     config = OffloadConfig.from_dict(section(keys, stage))
     module = fresh_model()[index]

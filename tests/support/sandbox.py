@@ -39,14 +39,10 @@ def run_python(
     """Run `code` with ``sys.argv[1:] == arguments`` in a confined child, which runs no exit handlers.
 
     Args:
-        code: Python source.
-        arguments: for ``sys.argv``.
         forbid: names out of `IO_URING_CALLS` that a seccomp filter answers with EPERM, as Docker's profile does.
         ordinary_user: run as `NOBODY` if this process is root. The child may still read every file, because a
             checkout below /root would be closed to it, but has no other privilege.
-        memlock_bytes: RLIMIT_MEMLOCK.
         mounts: empty file systems to mount, by existing directory; "tmpfs" or "ramfs", seen by the child alone.
-        timeout: in seconds.
     """
     prepare = partial(_confine, forbid, ordinary_user, memlock_bytes, mounts or {})
     return run_code(code, [*map(str, arguments)], timeout, prepare)

@@ -79,18 +79,9 @@ def twin_of(name: str) -> Twin:
 def step_reference(
     twin: Twin, master: Fp32, grad: Fp32, states: Sequence[Fp32], scalars: Any, grad_scale: float = 1.0
 ) -> list[Fp32]:
-    """One step of a rule on whole arrays.
+    """One step of a rule on whole arrays, fp32 [numel]; returns new ones: master, then the states.
 
-    Args:
-        twin: the rule's formula.
-        master: fp32 [numel], master weights.
-        grad: fp32 [numel]; a 16-bit gradient is upcast first, which is exact.
-        states: fp32 [numel] each.
-        scalars: of this step, as the rule gives them.
-        grad_scale: what the gradient is multiplied by first.
-
-    Returns:
-        New arrays: master, then the states.
+    A 16-bit gradient is upcast first, which is exact; `grad_scale` is what it is multiplied by.
     """
     exact = type(scalars)(*(np.float32(value) for value in scalars))
     with np.errstate(all="ignore"):
@@ -106,9 +97,6 @@ def split_reference(master: Fp32) -> tuple[Bits16, Bits16]:
     """Split fp32 into the bits of the nearest bf16 (ties away from zero) and the 16 bits that lead back.
 
     A NaN becomes a quiet NaN with ``lo = 0``: rounding could turn it into zero or infinity.
-
-    Returns:
-        hi and lo, uint16, of the shape of ``master``.
     """
     bits = master.view(np.uint32)
     hi = (bits >> np.uint32(16)).astype(np.uint16)

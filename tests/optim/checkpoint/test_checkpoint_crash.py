@@ -77,11 +77,7 @@ def strangers_are_whole(folder: Path) -> bool:
 
 
 def found_by_the_next_run(root: Path) -> tuple[str, Any]:
-    """Name of the folder that is loaded, and its manifest with every file verified; ``("", None)``: nothing is there.
-
-    Raises:
-        CheckpointError: a mixture, or something damaged.
-    """
+    """Name of the folder that is loaded, and its manifest with every file verified; ``("", None)``: there is none."""
     folder = files.find(root, None)
     if folder is None:
         return "", None
@@ -94,11 +90,7 @@ def found_by_the_next_run(root: Path) -> tuple[str, Any]:
 class SaveCase:
     """One save of the small engine, recorded, and the rules for what a crash in it may leave.
 
-    Args:
-        folder: to work in; must be empty.
-        earlier: tag of a checkpoint that is there before; "": nothing was ever saved.
-        tag: of the save.
-        without_marker: the earlier one comes from a version that made no markers.
+    `earlier` is the tag of a checkpoint that is there before, perhaps of a version that made no markers; "": none is.
     """
 
     def __init__(self, folder: Path, earlier: str, tag: str, *, without_marker: bool = False) -> None:

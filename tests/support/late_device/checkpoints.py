@@ -16,16 +16,10 @@ WIDTH, LAYERS = 256, 6  # each layer is a subgroup and a piece of the next one
 
 
 def run(device: str, folder: Path, section: dict[str, Any], start: Path | None) -> dict[str, Any]:
-    """Two steps, or those that a checkpoint has; save; another step.
+    """Two steps, or those that the checkpoint in `start` has; save; another step.
 
-    Args:
-        device: `cpu` or `late`.
-        folder: for what is on NVMe, and for the checkpoint.
-        section: for `initialize`, with DRIVE for a folder.
-        start: a folder with a checkpoint to begin with.
-
-    Returns:
-        Digests of each file of the checkpoint and of all that was trained at the end, and where the state was.
+    DRIVE in the section is the folder. Returns digests of each file of the checkpoint and of all that was trained at
+    the end, and where the state was.
     """
     (folder / "drive").mkdir(parents=True)
     section = json.loads(json.dumps(section).replace("DRIVE", str(folder / "drive")))

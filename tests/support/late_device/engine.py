@@ -60,12 +60,8 @@ class Model(torch.nn.Module):
 def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Losses, norms and a digest of all that was trained; bytes of the device at several moments, and waits for it.
 
-    Args:
-        device: `cpu` or `late`.
-        folder: what stands for DRIVE in the section.
-        section: for `initialize`; ``model`` in it is for `Model`, and ``meta`` there says where it is made;
-            ``refusals`` requests to page-lock memory are refused; losses of each step are multiplied by one of
-            ``scales``.
+    DRIVE in the section is the folder; its ``model`` is for `Model`, and ``meta`` there says where it is made;
+    ``refusals`` requests to page-lock memory are refused; losses of each step are multiplied by one of ``scales``.
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
     LATE.refusals = section.pop("refusals", 0) * (device == "late")
@@ -149,10 +145,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
 def short_of_memory(section: dict[str, Any]) -> dict[str, Any]:
     """Train with a device that refuses one allocation in each step: in a forward, or in `step()`, one after the other.
 
-    Not in backward, where torch ends a process of whose device Python knows. What failed is done once more.
-
-    Returns:
-        Digests of the weights on the CPU and on the stand-in, and how many allocations were refused.
+    Not in backward, where torch ends a process of whose device Python knows. What failed is done once more. Returns
+    digests of the weights on the CPU and on the stand-in, and how many allocations were refused.
     """
     install()
     with late_device():

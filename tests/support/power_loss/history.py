@@ -164,12 +164,7 @@ class Crash:
 
 
 class History:
-    """What happened below a folder, and from it what a crash at any moment may leave there.
-
-    Args:
-        base: what was there before.
-        events: what happened since, in order.
-    """
+    """What happened below a folder since `base` was there, and from it what a crash at any moment may leave there."""
 
     def __init__(self, base: Files, events: Sequence[Event]) -> None:
         self.base = base
@@ -244,11 +239,8 @@ class History:
     def power_losses(self, *, at_most: int = 64, num_random: int = 0, seed: int = 0) -> Iterator[Crash]:
         """What a drive may hold after a power loss; each thing once for each set of marks that had passed.
 
-        Args:
-            at_most: at every moment all subsets of what nothing covers are tried, if there are at most so many;
-                otherwise all, none, each alone and all but each.
-            num_random: moments and subsets in addition, with sectors that are lost one by one.
-            seed: of these.
+        At every moment all subsets of what nothing covers are tried, if there are `at_most` so many; otherwise all,
+        none, each alone and all but each; and `num_random` subsets in addition, with sectors lost one by one.
         """
         seen: set[Any] = set()
         for at in range(-1, len(self.events)):

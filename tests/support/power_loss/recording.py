@@ -44,10 +44,8 @@ class Recording:
 
     It stands in for the functions of ``os`` that change files, for ``open`` (hence pathlib, shutil and torch.save into
     a stream), and around the engine of every NVMe tier that is opened meanwhile. What goes past them, such as a file
-    that a library writes in C, is noticed: `history` compares its own idea of the files with the files.
-
-    Args:
-        folder: exists. What is in it at the beginning is on the drive.
+    that a library writes in C, is noticed: `history` compares its own idea of the files with the files. What is in the
+    folder at the beginning is on the drive.
     """
 
     def __init__(self, folder: Path) -> None:

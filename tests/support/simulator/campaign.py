@@ -73,14 +73,7 @@ def begin_process(mutation: str | None = None) -> None:
 def run_seeds(
     seeds: Sequence[int], workers: int = 1, *, until_first: bool = False, mutation: str | None = None
 ) -> Report:
-    """Run the cases of some seeds, shared out over processes.
-
-    Args:
-        seeds: one for each case.
-        workers: processes.
-        until_first: stop at the first violation.
-        mutation: break the package in this way first.
-    """
+    """Run the cases of some seeds, shared out over processes; `mutation`: break the package in this way first."""
     report, begun = Report(), time.monotonic()
     running = [_Worker(seeds[number::workers], mutation) for number in range(workers)]
     while running:

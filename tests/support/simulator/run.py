@@ -71,8 +71,7 @@ class Player:
     def killed(self, number: int, call: Callable[[], Any]) -> Callable[[], None]:
         """Kill the process that calls, at the `number`-th point: what it does afterwards, nobody sees.
 
-        Returns:
-            Call it when all of the killed process is gone: it puts the files back as they were in that moment.
+        What is returned is called when all of it is gone: it puts the files back as they were in that moment.
         """
         image = self.folder.with_name(self.folder.name + ".killed")
 
@@ -129,15 +128,7 @@ class Player:
 
 
 def run_case(case: Case, subjects: Mapping[str, Any], folder: Path) -> list[int]:
-    """Run a case.
-
-    Returns:
-        Which course it took: numbers that are the same again when it is.
-
-    Raises:
-        AssertionError: a violation: wrong bits, a hang, a leak.
-        Whatever else came out that should not have.
-    """
+    """Run a case and say which course it took: numbers that are the same again when it is. Raises what was violated."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     body._bodies.clear()  # to which dead ones belong: a case is the same whatever was before it
     before, mapped = _descriptors(), set(install.regions)

@@ -33,12 +33,7 @@ class Thread:
 
 
 class World:
-    """Hands one baton around among the threads and the drive.
-
-    Args:
-        seed: of everything that is decided here.
-        restlessness: probability with which a hand-over point hands over.
-    """
+    """Hands one baton around among the threads and the drive, at hand-over points with probability `restlessness`."""
 
     def __init__(self, seed: str, restlessness: float) -> None:
         self.draw = random.Random(seed)
