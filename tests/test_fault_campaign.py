@@ -26,10 +26,11 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.engine_tools import available_engines
 from tests.support.own_resources import Resources
 from tests.support.swapper_tools import config_for
+from tests.support.training import noted
 
 NUM_CASES = 10_000  # of the long run
 NUM_CASES_PER_TEST = 250
-NUM_CASES_BY_DEFAULT = 250
+NUM_CASES_BY_DEFAULT = 100
 FIRST_SEED_BY_DEFAULT = 1_000_000  # seeds that the long run does not have
 UNIT = 4096
 PATIENCE = 30.0  # seconds after which a transfer counts as lost
@@ -259,14 +260,11 @@ def campaign(tmp_path, engines):
 
     def run_one(tally, seed):
         case = Case(seed, engines, tmp_path, tally)
-        try:
+        with noted(f"{case.name}; alone: FAULT_SEEDS={seed} pytest tests/test_fault_campaign.py -k some_cases"):
             with contextlib.closing(TierCase(case)) as running:
                 running.run()
             left = [path for number in range(2) for path in (tmp_path / str(number)).iterdir()]
             assert left == [], "files were left behind"
-        except BaseException as error:
-            error.add_note(f"{case.name}; alone: FAULT_SEEDS={seed} pytest tests/test_fault_campaign.py -k some_cases")
-            raise
 
     def run(seeds):
         for seed in range(30):  # what is made once and kept

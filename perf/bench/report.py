@@ -12,8 +12,7 @@ from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
 from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
-from nvme_offload.perf.measure.tensor_workloads import STEPS_PER_PASS
-from nvme_offload.perf.measure.workloads import Sample
+from nvme_offload.perf.measure.workloads import STEPS_PER_PASS, Sample
 from nvme_offload.perf.report.bench import HEAD, rows_of, without_passes
 
 PERCENTILES = (50, 95, 99, 99.9, 100)

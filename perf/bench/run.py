@@ -16,8 +16,14 @@ from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, chec
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.drives import drive_of, temperature, throttled_seconds
 from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.tensor_workloads import MIN_STEP_STAGING_BYTES, STEPS_PER_PASS, StepTarget
-from nvme_offload.perf.measure.workloads import RawTarget, Sample, Target
+from nvme_offload.perf.measure.workloads import (
+    MIN_STEP_STAGING_BYTES,
+    STEPS_PER_PASS,
+    RawTarget,
+    Sample,
+    StepTarget,
+    Target,
+)
 
 TargetName = Literal["raw", "step"]
 

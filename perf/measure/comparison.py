@@ -12,20 +12,13 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from statistics import mean, median
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 Arm = Callable[[], float]  # measures once. Gives bytes per second, or seconds: the same in both arms of a case.
-T = TypeVar("T")
 
 RESAMPLES = 10_000
 SEED = 20
-
-
-def by_turns(arms: Sequence[T]) -> Iterator[T]:
-    """All arms, then all of them in the reverse order, and so on without end: A B B A A B B A."""
-    return cycle([*arms, *reversed(arms)])
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,20 @@ again (`perf.plan.traffic`), so a plan says what a run will do, not what it migh
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.perf.plan.activations import KIND as ACTIVATIONS
-from nvme_offload.perf.plan.activations import KeptActivations
 from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime, moving_alone, on_one_processor, work_of
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
@@ -28,7 +27,42 @@ from nvme_offload.perf.plan.schedule import iteration_time, reads_of
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
+ACTIVATIONS = "kept activations"
 MAX_LAYERS = 2048  # no deeper model is looked for: of small layers, terabytes hold millions
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """One rank keeps so many bytes from forward to backward in host memory, and so many on NVMe."""
+
+    host: int
+    nvme: int
+
+    @classmethod
+    def of(cls, job: Job, machine: Machine, beside: Sequence[Unit]) -> Self | None:
+        """Plan them `beside` all else that a rank holds which computes on its host; None where none are moved."""
+        section = job.config.activations
+        if section.device == "none" or machine.device_memory is not None:  # what is on a device stays there
+            return None
+        kept = job.kept_bytes
+        if section.device == "cpu":
+            return cls(kept, 0)
+        if section.host_budget == "auto":
+            held = sum(unit.size_bytes for unit in beside if unit.tiers == ("host",))
+            budget = max(0, auto_budget(machine.host_memory, machine.ranks_per_node) - held)
+        else:
+            budget = section.host_budget
+        return cls(min(kept, budget), max(0, kept - budget))
+
+    def units(self) -> Iterator[Unit]:
+        """Return what there is on each tier at the end of a forward."""
+        yield Unit(ACTIVATIONS, ACTIVATIONS, self.host, tiers=("host",))
+        yield Unit(ACTIVATIONS, ACTIVATIONS, self.nvme, tiers=("nvme",))
+
+    def traffic(self, rounds: int) -> StepTraffic:
+        """Bytes that a step moves which goes so often through all blocks: what has no room, out and back."""
+        moved = self.nvme * rounds
+        return StepTraffic({"forward": Traffic(0, moved), "backward": Traffic(moved, 0)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
 from tests.support.engine_tools import available_engines
 from tests.support.failing_drive import Failing, Op, flip_bit
-from tests.support.training import BLOCK, Twin, assert_same_bits, faulty_drive, params_of, set_grads
+from tests.support.training import BLOCK, Twin, assert_same_bits, faulty_drive, noted, params_of, set_grads, take_steps
 
 SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
 MIXED = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,15 +50,10 @@ def test_what_can_be_repeated_is_not_noticed(make_adamw, expected, engine, seeds
         faults = FaultSpec(seed=seed, short=0.3, eintr=0.2, eagain=0.2, delay=0.05, reorder=0.2, max_delay_us=1000)
         options = {"engine": engine, "buffers": 2 + seed % 3, "sub_group_size": 1 if seed % 2 else 100_000}
         params, optimizer, tier = make_faulty(make_adamw, faults, **options)
-        try:
-            for step in range(STEPS):
-                set_grads(params, step)
-                optimizer.step()
+        with noted(f"seed {seed}, {engine}"):
+            take_steps(optimizer, params, *range(STEPS))
             expected.assert_equals(optimizer)
             assert all_buffers_are_accounted_for(optimizer)
-        except Exception as error:
-            error.add_note(f"seed {seed}, {engine}")
-            raise
         retries += tier.stats().retries
         optimizer.close()
     assert retries > 20
@@ -75,7 +70,7 @@ def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expecte
         params, optimizer, _ = make_faulty(make_adamw, faults, engine=engine, buffers=2 + seed % 3)
 
         persist = functools.partial(until_it_works, optimizer, code)
-        try:
+        with noted(f"seed {seed}, {engine}, {code}"):
             for step in range(STEPS):
                 set_grads(params, step)
                 num_errors += persist(optimizer.step)
@@ -83,9 +78,6 @@ def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expecte
             num_errors += persist(functools.partial(expected.assert_equals, optimizer))
             persist(functools.partial(all_buffers_are_accounted_for, optimizer))
             assert all_buffers_are_accounted_for(optimizer)
-        except BaseException as error:
-            error.add_note(f"seed {seed}, {engine}, {code}")
-            raise
         optimizer.close()
     assert num_errors > 3
 
@@ -125,8 +117,7 @@ def finish_and_wait(optimizer):
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monkeypatch, expected, op, first, buffers):
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=buffers, sub_group_size=1)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     drive = Failing(tier, monkeypatch, op, first)
     failed = []
     for step in range(1, STEPS):
@@ -167,9 +158,7 @@ def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_ada
     assert sum(slot.transfer is not None for slot in optimizer.store.pipeline.residents) > 1
     drive.healthy = True
     optimizer.finish_step()
-    for step in range(1, STEPS):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(1, STEPS))
     expected.assert_equals(optimizer)
 
 
@@ -218,8 +207,7 @@ def test_closing_does_not_care(make_adamw, monkeypatch, drive):
     params, optimizer, tier = make_faulty(make_adamw, None)
     optimizer.place()
     Failing(tier, monkeypatch, Op.WRITE, optimizer.stats().num_subgroups)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     with pytest.raises(SwapIOError):
         optimizer.synchronize()
     optimizer.close()
@@ -230,9 +218,7 @@ def test_closing_does_not_care(make_adamw, monkeypatch, drive):
 def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, monkeypatch, expected, buffers):
     """Every staging buffer holds state that cannot be written; the rest can still be read."""
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=buffers)
-    for step in range(STEPS):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(STEPS))
     optimizer.synchronize()
     Failing(tier, monkeypatch, Op.WRITE)
     pipeline = optimizer.store.pipeline
@@ -247,11 +233,9 @@ def test_state_is_rescued_from_a_drive_that_takes_no_more_writes(make_adamw, mon
 @pytest.mark.parametrize("damaged", [False, True], ids=["unreadable", "of another checksum"])
 def test_a_load_needs_nothing_of_what_it_replaces(make_adamw, monkeypatch, drive, damaged):
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=2, checksums=True)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     checkpoint = optimizer.state_dict()
-    set_grads(params, 1)
-    optimizer.step()
+    take_steps(optimizer, params, 1)
     if damaged:
         optimizer.synchronize()
         (file,) = drive.glob("*/swap")
@@ -265,9 +249,7 @@ def test_a_load_needs_nothing_of_what_it_replaces(make_adamw, monkeypatch, drive
 
 def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
     params, optimizer, _ = make_faulty(make_adamw, None, buffers=2, checksums=True)
-    for step in range(2):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(2))
     optimizer.synchronize()
     slot = next(slot for slot in optimizer.store.slots if slot.buffer is None)
     (stripe,) = slot.extent.stripes
@@ -284,8 +266,7 @@ def test_a_flipped_bit_is_found_where_checksums_are_on(make_adamw, drive):
 def test_a_transfer_that_cannot_even_start_loses_nothing(make_adamw, monkeypatch, expected, nth):
     """A buffer into which nothing was read must not be taken for state."""
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=3)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     start, left = tier._start, [nth]
 
     def refuse_once(*arguments):
@@ -309,9 +290,7 @@ def test_a_transfer_that_cannot_even_start_loses_nothing(make_adamw, monkeypatch
 
 def test_reading_state_after_a_read_that_could_not_start(make_adamw, monkeypatch, expected):
     params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
-    for step in range(STEPS):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(STEPS))
     monkeypatch.setattr(tier, "read", functools.partial(_refuse))
     with pytest.raises(SwapIOError):
         optimizer.state_dict()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.training import Twin, assert_same_bits, bits, param, params_of, set_grads, snapshot
+from tests.support.training import Twin, assert_same_bits, bits, param, params_of, set_grads, snapshot, take_steps
 
 SHAPES = [(70_000,), (300,), (5,)]
 
@@ -76,9 +76,7 @@ def test_a_parameter_moved_to_another_group_gets_its_hyperparameters(make_adamw,
             optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
             optimizer.param_groups.reverse()
             del twin.own_settings[2]
-        set_grads(params, step)
-        twin.step([p.grad for p in params])
-        optimizer.step()
+        take_steps(optimizer, params, step, twin=twin)
     for i, p in enumerate(params):
         assert (bits(p) == twin.param_bits(i)).all()
         assert (bits(optimizer.state[p]["exp_avg"]) == twin.states["exp_avg"][i].view("int32")).all()
@@ -87,8 +85,7 @@ def test_a_parameter_moved_to_another_group_gets_its_hyperparameters(make_adamw,
 def test_a_state_dict_holds_what_is_in_the_groups_in_their_order(make_adamw):
     params, others = params_of(SHAPES, torch.bfloat16), params_of(SHAPES, torch.bfloat16)
     optimizer = make_adamw(one_by_one(params))
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     del optimizer.param_groups[0]
     optimizer.param_groups.reverse()
     packed = optimizer.state_dict()
@@ -132,8 +129,7 @@ def test_a_returning_parameter_and_a_new_one_that_is_refused_leave_nothing_behin
     assert len(optimizer.param_groups) == 2
     assert len(optimizer.state) == 3
     optimizer.add_param_group({"params": [params[2], late := param((4,))]})
-    set_grads([*params, late], 0)
-    optimizer.step()
+    take_steps(optimizer, [*params, late], 0)
     assert float(optimizer.state[late]["step"]) == 1
 
 

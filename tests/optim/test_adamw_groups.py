@@ -15,6 +15,7 @@ from tests.support.training import (
     section,
     set_grads,
     snapshot,
+    take_steps,
 )
 
 
@@ -51,9 +52,7 @@ def test_a_parameter_may_get_other_memory_between_steps(make_adamw, device):
         old = params[step % 3].data
         params[step % 3].data = old.clone()
         before = old.clone()
-        set_grads(params, step)
-        twin.step([p.grad for p in params])
-        optimizer.step()
+        take_steps(optimizer, params, step, twin=twin)
         assert_same_bits(old, before)
     twin.assert_equals(optimizer)
 
@@ -115,8 +114,7 @@ def test_the_same_parameter_twice_in_a_group_warns_as_torch_does_and_is_updated_
     once = make_adamw([q])
     for step in range(2):
         for each, optimizer in ((p, twice), (q, once)):
-            set_grads([each], step)
-            optimizer.step()
+            take_steps(optimizer, [each], step)
     assert torch.equal(p, q)
     assert twice.state_dict()["param_groups"][0]["params"] == [0, 0]
     twice.load_state_dict(twice.state_dict())
@@ -169,17 +167,14 @@ def test_a_refused_group_leaves_nothing_behind(make_adamw, bad):
         optimizer.add_param_group({"params": [param((5,))], **bad})
     assert len(optimizer.param_groups) == 1
     assert len(optimizer.state) == 1
-    set_grads(params, 0)
-    twin.step([p.grad for p in params])
-    optimizer.step()
+    take_steps(optimizer, params, 0, twin=twin)
     twin.assert_equals(optimizer)
 
 
 def test_a_group_that_finds_no_space_leaves_nothing_behind(make_adamw, monkeypatch):
     params = params_of([(300,)], torch.bfloat16)
     optimizer = make_adamw(params)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     before = snapshot(optimizer)
 
     def full(sizes):
@@ -211,16 +206,14 @@ def test_gradients_that_cannot_be_used_change_nothing(make_adamw, device, grad_o
     params = params_of([(70_000,), (3, 4)], torch.float32)
     params[1].grad_dtype = None
     optimizer = make_adamw(params, device)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     before = snapshot(optimizer)
     set_grads(params, 1)
     params[1].grad = grad_of(params[1])
     with pytest.raises(ValueError, match=f"gradient of parameter 1 of group 0 is.*{words.removeprefix('is ')}"):
         optimizer.step()
     assert_same_bits(snapshot(optimizer), before)
-    set_grads(params, 1)
-    optimizer.step()
+    take_steps(optimizer, params, 1)
     assert optimizer.stats().steps == 2
 
 
@@ -248,8 +241,7 @@ def test_a_parameter_converted_after_construction_is_refused_before_anything_cha
     """Its state was laid out for what it was: used with what it is, moments would silently meet other weights."""
     params = [param((300,), torch.float32), param((2, 3, 4, 5), torch.float32)]
     optimizer = make_adamw(params, device)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     before = params[0].detach().clone()
     optimizer.zero_grad()
     params[1].data = convert(params[1])
@@ -262,8 +254,7 @@ def test_a_parameter_converted_after_construction_is_refused_before_anything_cha
 def test_use_after_close(drive):
     params = params_of([(300,)], torch.bfloat16)
     optimizer = OffloadAdamW(params, offload=section(drive), **SETTINGS)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     state = optimizer.state_dict()
     optimizer.close()
     optimizer.close()
@@ -288,8 +279,7 @@ def test_two_optimizers_of_one_parameter_are_refused_while_both_are_open(drive):
     def trained(path):
         optimizer = OffloadAdamW([("own", param((5,))), ("shared", shared)], offload=section(path), **SETTINGS)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)  # which holds the optimizer, and the other way round
-        set_grads([shared], 0)
-        optimizer.step()
+        take_steps(optimizer, [shared], 0)
         scheduler.step()
         return optimizer
 

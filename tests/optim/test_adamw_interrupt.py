@@ -24,6 +24,7 @@ from tests.support.training import (
     run_child,
     set_grads,
     snapshot,
+    take_steps,
 )
 
 SHAPES = [(3 * BLOCK,), (100,), (4 * BLOCK + 1,), (2 * BLOCK,)]
@@ -34,9 +35,7 @@ def started(make_adamw, device="nvme", *, steps=2, **options):
     """Some steps are done, and the gradients of the next are there."""
     params = params_of(SHAPES, *MIXED)
     optimizer = make_adamw(params, device, clip=1.0, **options)
-    for step in range(steps):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(steps))
     set_grads(params, steps)
     return params, optimizer
 
@@ -182,8 +181,7 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
     """The second step goes backwards and gives all buffers to subgroups without state; it breaks before the first."""
     params = params_of([(BLOCK,)] * 8, torch.bfloat16)
     optimizer = make_adamw(params, buffers=4)
-    set_grads(params, 0, without=range(2, 8))
-    optimizer.step()
+    take_steps(optimizer, params, 0, without=range(2, 8))
     checkpoint = optimizer.state_dict()
     set_grads(params, 1)
 

@@ -8,18 +8,16 @@ import torch
 
 from nvme_offload import OffloadAdamW
 from tests.support.own_resources import Resources, resident_bytes
-from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads
+from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, take_steps
 
 
 def test_parameters_without_a_gradient_cost_nothing(make_adamw):
     params = params_of([(8 * BLOCK,), (8 * BLOCK,)], torch.bfloat16)
     optimizer = make_adamw(params, sub_group_size=8 * BLOCK)
-    set_grads(params, 0)
-    optimizer.step()
+    take_steps(optimizer, params, 0)
     optimizer.synchronize()
     before = optimizer.stats().bytes_written
-    set_grads(params, 1, without=[1])
-    optimizer.step()
+    take_steps(optimizer, params, 1, without=[1])
     optimizer.synchronize()
     assert optimizer.stats().bytes_written - before == 10 * 8 * BLOCK
 
@@ -97,8 +95,7 @@ def test_closing_gives_everything_back(drive, make_adamw):
     def use(device):
         params = params_of([(8 * BLOCK,)], torch.bfloat16)
         with make_adamw(params, device, sub_group_size=2 * BLOCK) as optimizer:
-            set_grads(params, 0)
-            optimizer.step()
+            take_steps(optimizer, params, 0)
             assert device == "cpu" or optimizer.stats().staging_bytes > 5_000_000
 
     use("nvme")

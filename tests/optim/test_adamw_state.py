@@ -6,7 +6,16 @@ import pickle
 import pytest
 import torch
 
-from tests.support.training import BLOCK, SETTINGS, Twin, assert_same_bits, param, params_of, set_grads, snapshot
+from tests.support.training import (
+    BLOCK,
+    SETTINGS,
+    Twin,
+    assert_same_bits,
+    param,
+    params_of,
+    snapshot,
+    take_steps,
+)
 
 SHAPES = [(BLOCK + 1,), (33, 65), (), (200,)]
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
@@ -15,9 +24,7 @@ MIXED = (torch.bfloat16, torch.float32, torch.float16)
 def trained(make_adamw, device="nvme", *, steps=3, first=0, params=None, **options):
     params = params_of(SHAPES, *MIXED) if params is None else params
     optimizer = make_adamw(params, device, **options)
-    for step in range(first, first + steps):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(first, first + steps))
     return params, optimizer
 
 
@@ -35,8 +42,7 @@ def test_a_state_dict_is_ordinary(make_adamw):
             assert (entries[name].dtype, entries[name].shape) == (torch.float32, p.shape)
             assert entries[name].device.type == "cpu"
     later = copy.deepcopy(state)
-    set_grads(params, 9)
-    optimizer.step()
+    take_steps(optimizer, params, 9)
     assert_same_bits(state, later)  # a copy, not a window
 
 
@@ -53,8 +59,7 @@ def test_torch_adamw_loads_ours(make_adamw):
     params, optimizer = trained(make_adamw, params=params_of(SHAPES, torch.float32))
     reference = torch.optim.AdamW(params, foreach=False, **SETTINGS)
     reference.load_state_dict(optimizer.state_dict())
-    set_grads(params, 5)
-    reference.step()
+    take_steps(reference, params, 5)
     assert float(reference.state[params[0]]["step"]) == 4
 
 
@@ -74,9 +79,7 @@ def test_without_masters_they_start_from_the_parameters(make_adamw, device, recw
         twin.steps[i] = int(entries["step"])
     optimizer.load_state_dict(state)
     twin.assert_equals(optimizer)
-    set_grads(params, 7)
-    twin.step([p.grad for p in params])
-    optimizer.step()
+    take_steps(optimizer, params, 7, twin=twin)
     twin.assert_equals(optimizer)
     assert optimizer.stats().resplit_blocks == 0
     assert not list(recwarn)
@@ -88,9 +91,7 @@ def test_parameters_without_saved_state_start_afresh_as_in_torch(make_adamw, dev
     fresh = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     twin = Twin(params)
     optimizer.load_state_dict(fresh)
-    set_grads(params, 7)
-    twin.step([p.grad for p in params])
-    optimizer.step()
+    take_steps(optimizer, params, 7, twin=twin)
     twin.assert_equals(optimizer)
 
 
@@ -138,8 +139,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(make_adamw, device, brok
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(broken(donor.state_dict()))
     assert_same_bits(snapshot(optimizer), before)
-    set_grads(params, 5)
-    optimizer.step()
+    take_steps(optimizer, params, 5)
 
 
 def test_groups_saved_without_an_option_get_its_default(make_adamw):
@@ -147,8 +147,7 @@ def test_groups_saved_without_an_option_get_its_default(make_adamw):
     state = optimizer.state_dict()
     del state["param_groups"][0]["maximize"]
     optimizer.load_state_dict(state)
-    set_grads(params, 5)
-    optimizer.step()
+    take_steps(optimizer, params, 5)
     assert optimizer.param_groups[0]["maximize"] is False
 
 
@@ -194,9 +193,7 @@ class TestEntries:
             twin.steps[i] = 41
             optimizer.state[p].update(values, step=41)
         twin.assert_equals(optimizer)  # the parameters follow their masters
-        set_grads(params, 3)
-        twin.step([p.grad for p in params])
-        optimizer.step()
+        take_steps(optimizer, params, 3, twin=twin)
         twin.assert_equals(optimizer)
         assert optimizer.stats().resplit_blocks == 0
 

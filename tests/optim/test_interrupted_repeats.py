@@ -10,7 +10,7 @@ import torch
 
 from nvme_offload.offload.weights.staging import HiddenFolder
 from tests.support.interrupts import every, raise_struck, struck
-from tests.support.training import assert_same_training, params_of, set_grads
+from tests.support.training import assert_same_training, params_of, take_steps
 
 SHAPES, DTYPES = [(9,), (7,), (3,)], (torch.bfloat16, torch.float16, torch.float32)
 
@@ -18,9 +18,7 @@ SHAPES, DTYPES = [(9,), (7,), (3,)], (torch.bfloat16, torch.float16, torch.float
 def trained(make_adamw, device, *steps):
     params = params_of(SHAPES, *DTYPES)
     optimizer = make_adamw(params, device)
-    for step in steps:
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *steps)
     return optimizer
 
 

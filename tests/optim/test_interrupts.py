@@ -10,7 +10,7 @@ import torch
 from nvme_offload import OffloadAdamW, StateError
 from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided, struck
 from tests.support.own_resources import Resources
-from tests.support.training import BLOCK, SETTINGS, assert_same_training, params_of, section, set_grads
+from tests.support.training import BLOCK, SETTINGS, assert_same_training, noted, params_of, section, set_grads
 
 SHAPES = [(2 * BLOCK,), (BLOCK,), (BLOCK,)]
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -62,12 +62,9 @@ class Pair:
 
     def check(self, place):
         """Everything agrees after one more step, which uses whatever the interrupt left behind."""
-        try:
+        with noted(f"struck at {place}"):
             self.step()
             assert_same_training(self.optimizer, self.twin)
-        except BaseException as error:
-            error.add_note(f"struck at {place}")
-            raise
         pipeline = self.optimizer.store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
         assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)

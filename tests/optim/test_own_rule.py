@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.resuming import ResumedModel, steps_of
 from tests.support.resuming import section as engine_section
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.training import assert_same_bits, assert_same_training, params_of, section, set_grads
+from tests.support.training import assert_same_bits, assert_same_training, params_of, section, set_grads, take_steps
 
 SHAPES = [(251, 257), (7,), (), (65537,), (0,), (200_003,)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,9 +91,7 @@ def test_states_of_another_dtype_and_birth(drive):
         optimizer.place()
         assert optimizer.stats().state_bytes == padded * (8 + 10 + 6)
         assert (optimizer.state[params[0]]["count"] == 2).all()
-        for step in range(3):
-            set_grads(params, step)
-            optimizer.step()
+        take_steps(optimizer, params, *range(3))
         state = optimizer.state_dict()
         assert (state["state"][0]["count"] == 5).all()
         mean = state["state"][1]["mean"]

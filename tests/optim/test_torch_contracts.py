@@ -26,6 +26,7 @@ from tests.support.training import (
     section,
     set_grads,
     snapshot,
+    take_steps,
 )
 
 SHAPES = [(70_000,), (300,)]
@@ -34,9 +35,7 @@ SHAPES = [(70_000,), (300,)]
 def trained(make_adamw, device="nvme", steps=2):
     params = params_of(SHAPES, torch.bfloat16)
     optimizer = make_adamw(params, device)
-    for step in range(steps):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(steps))
     return params, optimizer
 
 
@@ -52,8 +51,7 @@ def test_dropping_the_optimizer_frees_everything_at_once(drive):
     try:
         before = tasks()
         optimizer = OffloadAdamW(params, offload=section(drive), **SETTINGS)
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
         assert list(drive.iterdir())
@@ -197,8 +195,7 @@ def test_what_cannot_be_said_of_the_state_is_refused_in_words(make_adamw, call, 
 def test_a_checkpoint_of_torch_loads_whatever_chose_its_implementation(make_adamw, switch):
     p = param((300,), torch.float32)
     reference = torch.optim.AdamW([p], **SETTINGS)
-    set_grads([p], 0)
-    reference.step()
+    take_steps(reference, [p], 0)
     saved = reference.state_dict()
     saved["param_groups"][0][switch] = True
     q = torch.nn.Parameter(p.detach().clone())
@@ -206,8 +203,7 @@ def test_a_checkpoint_of_torch_loads_whatever_chose_its_implementation(make_adam
     optimizer.load_state_dict(saved)
     assert (bits(optimizer.state[q]["exp_avg"]) == bits(reference.state[p]["exp_avg"])).all()
     assert optimizer.param_groups[0]["lr"] == SETTINGS["lr"]
-    set_grads([q], 1)
-    optimizer.step()
+    take_steps(optimizer, [q], 1)
     saved["param_groups"][0]["amsgrad"] = True
     with pytest.raises(ValueError, match="amsgrad = True: is not supported"):
         optimizer.load_state_dict(saved)

@@ -6,7 +6,7 @@ from torch import nn
 
 from nvme_offload import OffloadAdagrad, OffloadAdam, OffloadAdamW, OffloadMuon, OffloadSGD, initialize
 from tests.support.build import section
-from tests.support.training import params_of, set_grads
+from tests.support.training import params_of, take_steps
 
 PAIRS = [
     (torch.optim.AdamW, OffloadAdamW, {"weight_decay": 0.1}),
@@ -24,9 +24,7 @@ def options_of(optimizer):
 
 
 def steps(optimizer, params, first, last):
-    for step in range(first, last):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(first, last))
 
 
 @pytest.mark.parametrize(("theirs", "ours", "options"), PAIRS, ids=str)

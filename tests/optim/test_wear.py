@@ -9,7 +9,7 @@ from nvme_offload import ConfigError, OffloadAdamW
 from nvme_offload.offload.durable.rewrite_every import DurableRates
 from nvme_offload.offload.units import TB
 from nvme_offload.optim.durable import wear
-from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import assert_same_bits, params_of, section, snapshot, take_steps
 
 
 def optimizer_of(path, **keys):
@@ -30,8 +30,7 @@ def clock(monkeypatch):
 def test_bytes_a_day_and_days_of_life(drive, clock):
     params, optimizer = optimizer_of(drive, endurance="600TB")
     with optimizer:
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
         optimizer.synchronize()
         assert optimizer.stats().written_per_day is None
         of_a_step = optimizer.stats().bytes_written
@@ -57,8 +56,7 @@ def test_more_than_the_limit_is_said_once_with_what_writes_less(drive, clock, re
     params, optimizer = optimizer_of(drive, durable=durable, wear_limit="0.5 GB/day")
     with optimizer:
         for _ in range(100):
-            set_grads(params, 0)
-            optimizer.step()
+            take_steps(optimizer, params, 0)
             optimizer.synchronize()
             clock[0] += 90.0
         texts = [str(warning.message) for warning in recwarn if "wear_limit" in str(warning.message)]
@@ -74,8 +72,7 @@ def test_within_the_limit_nothing_is_said(drive, clock, recwarn):
     params, optimizer = optimizer_of(drive, wear_limit="10TB/day")
     with optimizer:
         for _ in range(3):
-            set_grads(params, 0)
-            optimizer.step()
+            take_steps(optimizer, params, 0)
             clock[0] += 90.0
     assert not [warning for warning in recwarn if "wear_limit" in str(warning.message)]
 
@@ -108,8 +105,7 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(
 
     def steps(params, optimizer, numbers):
         for number in numbers:
-            set_grads(params, number)
-            optimizer.step()
+            take_steps(optimizer, params, number)
             clock[0] += 90.0 / (number + 1)
             assert optimizer.stats().rewrite_every == period
 
@@ -123,9 +119,7 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(
         found = snapshot(optimizer)
     params, optimizer = optimizer_of(drive)
     with optimizer:
-        for number in range(25):
-            set_grads(params, number)
-            optimizer.step()
+        take_steps(optimizer, params, *range(25))
         assert_same_bits(snapshot(optimizer), found)
 
 
@@ -133,8 +127,7 @@ def test_a_limit_that_no_period_keeps_says_so_once(drive, clock, recwarn):
     params, optimizer = optimizer_of(drive, durable=True, rewrite_every="auto", wear_limit="0.01 GB/day")
     with optimizer:
         for _ in range(40):
-            set_grads(params, 0)
-            optimizer.step()
+            take_steps(optimizer, params, 0)
             optimizer.synchronize()
             clock[0] += 5.0
         assert optimizer.stats().rewrite_every == 16

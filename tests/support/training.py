@@ -187,6 +187,27 @@ class Twin:
                 )
 
 
+def take_steps(
+    optimizer: Any, params: Sequence[Parameter], *steps: int, twin: Twin | None = None, **grads: Any
+) -> None:
+    """Steps of an optimizer, and of a twin beside it, each with its gradients as `set_grads` makes them."""
+    for step in steps:
+        set_grads(params, step, **grads)
+        if twin is not None:
+            twin.step([p.grad for p in params])
+        optimizer.step()
+
+
+@contextlib.contextmanager
+def noted(words: str) -> Iterator[None]:
+    """What fails inside says these words, too."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(words)
+        raise
+
+
 @contextlib.contextmanager
 def faulty_drive(faults: FaultSpec | None = None) -> Iterator[list[NvmeTier]]:
     """Optimizers made inside have these faults injected below their engine's retries; yields their tiers."""

@@ -4,20 +4,21 @@ import os
 import signal
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from math import ceil, inf
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.telemetry.trace import write_trace
-from nvme_offload.perf.experiments.demo.training import DemoRun, RunSettings, work
-from nvme_offload.perf.measure.child import Child
+from nvme_offload.perf.experiments.demo.training import DemoRun, work
+from nvme_offload.perf.measure.child import Child, Work
 from nvme_offload.perf.measure.command_line import (
     KnobError,
     check_folder,
@@ -28,8 +29,9 @@ from nvme_offload.perf.measure.command_line import (
 )
 from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.experiment import Row, run_experiment
-from nvme_offload.perf.measure.gpt import PRESETS, parse_size
+from nvme_offload.perf.measure.gpt import PRESETS, ModelSize, parse_size
 from nvme_offload.perf.measure.machine import mount_at, num_cpus
+from nvme_offload.perf.measure.sections import section
 
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
@@ -40,11 +42,10 @@ UNKNOWN = "unknown"
 class DemoSide(Child):
     """A run in a process of its own. What it says besides is left in a file in `out`."""
 
-    def __init__(self, name: str, settings: RunSettings, out: Path) -> None:
+    def __init__(self, name: str, its_work: Work, out: Path) -> None:
         self._said = out / f"{name.replace(' ', '-').lower()}.log"
-        super().__init__(work, self._said)
+        super().__init__(its_work, self._said)
         self.name = name
-        self.tell(settings)
         self.run: DemoRun = self.expect("run")  # the run as far as it is known
 
     def __exit__(self, *exception: object) -> None:
@@ -124,8 +125,8 @@ def demo(
     limit = budget if steps is None else inf
     ended: list[DemoSide] = []
     with TemporaryDirectory(prefix="nvme-offload-demo-", dir=drive) as swap:
-        settings = RunSettings(size=shape, seed=seed, engine=engine, swap=Path(swap), threads=num_cpus())
-        measured = by_turns(settings, ceil((steps or shape.steps) / (2 * TURN_STEPS)), limit, out, ended)
+        works = [partial(work, section_of(shape, engine, each), shape, seed, num_cpus()) for each in (Path(swap), None)]
+        measured = by_turns(works, ceil((steps or shape.steps) / (2 * TURN_STEPS)), limit, out, ended)
         with closing(measured):
             run_experiment("demo", title, measured, lambda _: conclusion(ended), path=drive, save_to=out, asked=asked)
     for line in pictures(ended[0].run, out):
@@ -146,15 +147,20 @@ def choose_drive(path: Path | None, out: Path) -> Path:
     raise KnobError("path", f"{where}: memory and no drive; name a directory on a drive with --path")
 
 
-def by_turns(settings: RunSettings, quads: int, seconds: float, out: Path, ended: list[DemoSide]) -> Generator[Row]:
+def section_of(size: ModelSize, engine: str, swap: Path | None) -> dict[str, Any]:
+    """The section of a run, as a user would write it; without a folder for its swap all is in memory."""
+    aio = {"engine": engine, "direct": "optional"}
+    return section(swap, state={"buffer_count": 4}, sub_group_size=size.sub_group_size, aio=aio, gradient_clipping=1.0)
+
+
+def by_turns(
+    works: Sequence[Work], quads: int, seconds: float, out: Path, ended: list[DemoSide]
+) -> Generator[Row, None, None]:
     """Train both runs, a few steps each in turn, so that the machine's moods are those of both.
 
     Both end after these quads, or when the one on NVMe has used up its seconds; then they are in `ended`.
     """
-    with (
-        DemoSide("state on NVMe", settings, out) as nvme,
-        DemoSide("state in memory", replace(settings, swap=None), out) as memory,
-    ):
+    with DemoSide("state on NVMe", works[0], out) as nvme, DemoSide("state in memory", works[1], out) as memory:
         for _ in Case(name="demo", ours=nvme.turn, reference=memory.turn, has_control=False).measure(quads):
             yield from (nvme.row(), memory.row())
             if sum(step.seconds for step in nvme.run.steps) >= seconds:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.perf.measure.child import Send
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus
 from nvme_offload.perf.measure.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
-from nvme_offload.perf.measure.sections import section
 
 MICRO_BATCH, ACCUMULATION = 8, 2
 LEARNING_RATE = 2e-3
@@ -26,27 +24,6 @@ DIGESTED = ("master", "exp_avg", "exp_avg_sq")
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Interval = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """One child process is to do this."""
-
-    size: ModelSize
-    seed: int
-    engine: str
-    swap: Path | None  # folder for the optimizer's state; None: it is in memory
-    threads: int
-
-    def section(self) -> dict[str, Any]:
-        """The offload section of this run, as a user would write it."""
-        return section(
-            self.swap,
-            state={"buffer_count": 4},
-            sub_group_size=self.size.sub_group_size,
-            aio={"engine": self.engine, "direct": "optional"},
-            gradient_clipping=1.0,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +84,27 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def work(told: Iterator[Any], send: Send) -> None:
-    """Train in a child process: it is told settings, then numbers of steps; after each it is quiet until the next.
+def work(section: dict[str, Any], size: ModelSize, seed: int, threads: int, told: Iterator[Any], send: Send) -> None:
+    """Train in a child process: it is told numbers of steps, and sends its run; after each it is quiet until the next.
 
     What the optimizer holds on a drive is gone at the end, also after an error.
     """
-    settings: RunSettings = next(told)
-    torch.set_num_threads(settings.threads)  # the same in every process: arithmetic is repeatable
-    torch.manual_seed(settings.seed)
+    torch.set_num_threads(threads)  # the same in every process: arithmetic is repeatable
+    torch.manual_seed(seed)
     # Processors without bf16 instructions take many times as long to compute in bf16.
-    model = ByteGPT(settings.size, CONTEXT, torch.float32).bfloat16()
-    stream = batches(load_corpus(), MICRO_BATCH, settings.seed)
+    model = ByteGPT(size, CONTEXT, torch.float32).bfloat16()
+    stream = batches(load_corpus(), MICRO_BATCH, seed)
     before = _warm_up(model, stream)
     with OffloadAdamW(
         model.parameters(),
-        lr=LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / settings.size.width),
+        lr=LEARNING_RATE * min(1.0, LEARNING_RATE_WIDTH / size.width),
         betas=(0.9, 0.95),
         weight_decay=0.1,
-        offload=settings.section(),
+        offload=section,
     ) as optimizer:
         optimizer.overlap_with(model)  # a step goes on under the next forward
         numel = sum(param.numel() for param in model.parameters())
-        run = DemoRun(settings=settings.section(), num_parameters=numel)
+        run = DemoRun(settings=section, num_parameters=numel)
         _step(model, optimizer, stream)
         optimizer.synchronize()
         by_kernel, counted = storage_bytes(), _moved(optimizer)

@@ -11,7 +11,7 @@ from tests.support.failing_drive import Failing, Op
 from tests.support.killed_steps import durable_section
 from tests.support.ranks import run_ranks
 from tests.support.tiers import Model, loss_of
-from tests.support.training import assert_same_bits, params_of, set_grads, snapshot
+from tests.support.training import assert_same_bits, params_of, set_grads, snapshot, take_steps
 
 SHAPES = [(70_001,), (999,)]
 
@@ -89,8 +89,7 @@ def test_what_cannot_be_committed_is_raised_once_and_no_snapshot_takes_the_step_
     params, optimizer = plain(drive)
     with optimizer, warnings.catch_warnings():
         warnings.simplefilter("error")
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
         optimizer.client_state["seen"] = object()
         set_grads(params, 1)
         with pytest.raises(ValueError, match=r"client_state\['seen'\]"):
@@ -107,8 +106,7 @@ def a_content_that_one_rank_cannot_commit(rank, world_size, path):
     """The step lasts on neither rank, so that whoever is killed in the next one has a step that both have."""
     params, optimizer = plain(path / f"rank{rank}")
     with optimizer:
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
         set_grads(params, 1)
         if rank:
             optimizer.client_state["seen"] = object()
@@ -121,8 +119,7 @@ def a_content_that_one_rank_cannot_commit(rank, world_size, path):
             warnings.simplefilter("ignore")
             assert not optimizer.durable.commits.settle()
         assert [manifest.step for manifest in optimizer.durable.commits.run.committed] == [1]
-        set_grads(params, 2)
-        optimizer.step()
+        take_steps(optimizer, params, 2)
     params, optimizer = plain(path / f"rank{rank}")
     with optimizer:
         assert optimizer.resume() == (3, {})

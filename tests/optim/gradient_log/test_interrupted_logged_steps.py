@@ -9,7 +9,7 @@ import torch
 from nvme_offload import StateError
 from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided
 from tests.support.logged_pair import ADAMW
-from tests.support.training import BLOCK
+from tests.support.training import BLOCK, noted
 
 
 @pytest.fixture
@@ -73,11 +73,8 @@ def after_the_kernel(number):
 
 def check(pair, interrupt):
     """The bits are those of the other training, and each buffer is free or has one owner."""
-    try:
+    with noted(f"struck at {interrupt.place}"):
         pair.check()
-    except BaseException as error:
-        error.add_note(f"struck at {interrupt.place}")
-        raise
     store = pair.logged.store
     assert store.pool.num_free + len(store.pipeline.residents) == store.pool.num_buffers, interrupt.place
     pair.logged.synchronize()

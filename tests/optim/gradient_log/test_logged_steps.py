@@ -11,7 +11,7 @@ from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section
 from tests.support.logged_pair import ADAMW
 from tests.support.rules import CASES
-from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot, take_steps
 
 
 def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
@@ -21,8 +21,7 @@ def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
         others = []
         for step in range(12):
             due = {slot for slot in range(len(extents.slots)) if extents.num_logged_next(slot) == 0}
-            set_grads(params, step)
-            optimizer.step()
+            take_steps(optimizer, params, step)
             optimizer.synchronize()
             read = {span.subgroup for span in optimizer.timeline() if span.kind == "read"}
             if step > 4:
@@ -63,8 +62,7 @@ def test_what_is_written_is_that_of_the_period(drive):
         with OffloadAdamW(params, offload=durable_section(drive, f"p{period}", rewrite_every=period)) as optimizer:
             before = 0
             for step in range(2 * period + 1):
-                set_grads(params, step)
-                optimizer.step()
+                take_steps(optimizer, params, step)
                 optimizer.synchronize()
                 before = before or optimizer.stats().bytes_written
             moved = optimizer.stats().bytes_written - before
@@ -157,9 +155,7 @@ def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
 def test_a_step_does_not_replay_an_entry_of_another_write(drive):
     params = params_of([(BLOCK,)] * 4, torch.bfloat16)
     with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=4, buffers=2)) as optimizer:
-        for step in range(2):
-            set_grads(params, step)
-            optimizer.step()
+        take_steps(optimizer, params, *range(2))
         optimizer.durable.commits.settle()
         slot = next(slot for slot in optimizer.store.slots if slot.log.num_logged and slot.buffer is None)
         entry = optimizer.store.durability.run.extents.slots[slot.index].current.log[0]
@@ -228,8 +224,7 @@ def test_a_section_that_logs_nothing_says_so(drive):
 def test_a_run_goes_on_with_the_period_that_it_began_with(drive):
     params = params_of([(300,)], torch.bfloat16)
     with OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=3)) as optimizer:
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
     optimizer = OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=2))
     with optimizer, pytest.raises(ResumeError, match="rewrite_every: 3 was committed, 2 is here"):
         optimizer.resume()

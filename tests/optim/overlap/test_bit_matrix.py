@@ -9,6 +9,7 @@ from tests.support.pairs import pairwise_cases
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, loss_of, make, section
+from tests.support.training import noted
 
 LAYERS = 4
 STEPS = 20
@@ -84,13 +85,10 @@ def check(path, cases, steps, rank=0):
     """Each case against the plain order with everything in memory; returns how many updates each of them hid."""
     hidden = []
     for case in cases:
-        try:
+        with noted(str(case)):
             reference, _ = trained(path, case, "off", "host", steps, rank)
             ours, stats = trained(path, case, case["schedule"], case["place"], steps, rank)
             assert_same(ours, reference)
-        except Exception as error:
-            error.add_note(str(case))
-            raise
         hidden.append(stats.updates_behind + stats.updates_in_backward)
     return hidden
 

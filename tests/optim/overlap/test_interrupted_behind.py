@@ -8,7 +8,7 @@ from tests.optim.test_interrupts import default_handler  # noqa: F401
 from tests.support.interrupts import STRIKES, every, raise_struck, strided, struck
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section
-from tests.support.training import assert_same_training
+from tests.support.training import assert_same_training, noted
 
 
 class Pair:
@@ -35,14 +35,11 @@ class Pair:
         self.twin.optimizer.step()
 
     def check(self, place):
-        try:
+        with noted(f"struck at {place}"):
             self.backward()
             self.step()
             ends = [full_state(one.module, one.optimizer) for one in (self.engine, self.twin)]
             assert_same(*ends)
-        except BaseException as error:
-            error.add_note(f"struck at {place}")
-            raise
         pipeline = self.optimizer.store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
         assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)

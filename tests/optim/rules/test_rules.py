@@ -28,6 +28,7 @@ from tests.support.training import (
     section,
     set_grads,
     storage_io,
+    take_steps,
 )
 
 SHAPES = [(251, 257), (7,), (), (65537,), (0,), (3, 5, 7)]
@@ -130,8 +131,7 @@ def test_state_has_the_bytes_that_the_rule_says(case, dtype, drive):
     with case.make([param((4 * BLOCK,), dtype)], section(drive)) as optimizer:
         optimizer.place()
         assert optimizer.stats().state_bytes == 4 * BLOCK * (master_bytes + 4 * len(case.rule.states))
-        set_grads(optimizer.param_groups[0]["params"], 0)
-        optimizer.step()
+        take_steps(optimizer, optimizer.param_groups[0]["params"], 0)
         optimizer.synchronize()
         assert optimizer.stats().bytes_written == optimizer.stats().state_bytes
 
@@ -146,8 +146,7 @@ def test_groups_schedulers_and_torchs_own_state_dict(case, drive):
 
     def train(params, optimizer, steps):
         for step in steps:
-            set_grads(params, step)
-            optimizer.step()
+            take_steps(optimizer, params, step)
             schedules[optimizer].step()
 
     with case.make(groups(ours), section(drive)) as optimizer:
@@ -179,11 +178,8 @@ def test_a_state_dict_goes_on_on_another_tier(case, drive, tmp_path):
         case.make(straight, section(drive)) as first,
         case.make(resumed, section(None, sub_group_size=200_000)) as second,
     ):
-        set_grads(resumed, 50)
-        second.step()
-        for step in range(3):
-            set_grads(straight, step)
-            first.step()
+        take_steps(second, resumed, 50)
+        take_steps(first, straight, *range(3))
         counted = {"step"} if case.rule.counts_steps else set()
         assert set(first.state[straight[0]]) == {"master", *counted, *(state.name for state in case.rule.states)}
         with torch.no_grad():
@@ -193,8 +189,7 @@ def test_a_state_dict_goes_on_on_another_tier(case, drive, tmp_path):
         second.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
         for step in range(3, 5):
             for params, optimizer in ((straight, first), (resumed, second)):
-                set_grads(params, step)
-                optimizer.step()
+                take_steps(optimizer, params, step)
         assert_same_training(first, second)
 
 
@@ -263,8 +258,8 @@ def test_the_section_makes_it(case, tmp_path):
         assert row["bytes_per_parameter"].get("nvme", 0) == itemsize
 
 
-def save_and_resume_all(rank, world_size, root, drive):
-    return {str(case): save_and_resume(rank, case, root / str(case), drive) for case in CASES}
+def save_and_resume_all(rank, world_size, cases, root, drive):
+    return {str(case): save_and_resume(rank, case, root / str(case), drive) for case in cases}
 
 
 def save_and_resume(rank, case, root, drive):
@@ -289,25 +284,21 @@ def save_and_resume(rank, case, root, drive):
     return states[0]
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """Return where each case was saved, and what of it on each rank."""
-    root = tmp_path_factory.mktemp("saved")
-    (root / "drive").mkdir()
-    return root, run_ranks(save_and_resume_all, 2, root, root / "drive")
+FEW = [CASES[0], CASES[-1]]  # with most states, and with none
 
 
-@every_case
 @pytest.mark.usefixtures("alone")
-def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(case, on_two_ranks, drive):
-    root, ranks = on_two_ranks
-    saved, theirs = (found[str(case)] for found in ranks)
-    assert_same(saved, theirs)
-    optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
-    with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
-        engine.load_checkpoint(root / str(case))
-        assert_same(full_state(engine.module, engine.optimizer), saved)
-        assert scalars_of(engine)["global_steps"] == 3
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES[1:-1], marks=pytest.mark.slow)], ids=["few", "others"])
+def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(cases, drive, tmp_path):
+    ranks = run_ranks(save_and_resume_all, 2, cases, tmp_path, drive)
+    for case in cases:
+        saved, theirs = (found[str(case)] for found in ranks)
+        assert_same(saved, theirs)
+        optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
+        with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
+            engine.load_checkpoint(tmp_path / str(case))
+            assert_same(full_state(engine.module, engine.optimizer), saved)
+            assert scalars_of(engine)["global_steps"] == 3
 
 
 @pytest.mark.usefixtures("alone")

@@ -24,6 +24,7 @@ from tests.support.training import (
     set_grads,
     snapshot,
     storage_io,
+    take_steps,
 )
 
 SHAPES = [(3 * BLOCK,), (5,), (2 * BLOCK + 1,), (70_001,), (2 * BLOCK,)]
@@ -34,8 +35,7 @@ STATE = 5 * MiB // 2  # about half of the state of SHAPES
 
 def train(optimizer, params, first=0, steps=5):
     for step in range(first, first + steps):
-        set_grads(params, step, without=[step % 5])
-        optimizer.step()
+        take_steps(optimizer, params, step, without=[step % 5])
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,7 @@ def test_state_dicts_go_from_any_split_to_any_other(make_adamw, expected):
     for options in ({"host_budget": STAGING + STATE}, {}, {"host_budget": GiB}):
         copies = params_of(SHAPES, *MIXED)
         target = make_adamw(copies, buffers=2, clip=1.0, **options)
-        set_grads(copies, 99)
-        target.step()
+        take_steps(target, copies, 99)
         with torch.no_grad():
             for copy, p in zip(copies, params, strict=True):
                 copy.copy_(p)
@@ -255,8 +254,7 @@ def test_a_later_group_that_needs_larger_buffers_than_are_left_is_refused(make_a
     with pytest.raises(ConfigError, match=r"the 2 staging buffers take 1.5 MiB beside 12 KiB .* at least 2 MiB"):
         optimizer.add_param_group({"params": [param((BLOCK,), torch.float16)]})
     assert len(optimizer.param_groups) == 3
-    set_grads(first, 0)
-    optimizer.step()
+    take_steps(optimizer, first, 0)
 
 
 def test_auto_is_this_ranks_share_of_what_is_left(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from nvme_offload import ConfigError, OffloadAdamW, OutOfSpaceError
-from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot, take_steps
 
 GIVEN = [(1000,), (70_000,), (3, 5)]
 OTHERS = [(7,), (40_000,), (2, 2)]
@@ -29,9 +29,7 @@ def exchange(optimizer, others):
 
 
 def trained(optimizer, params, steps=2):
-    for step in range(steps):
-        set_grads(params, step)
-        optimizer.step()
+    take_steps(optimizer, params, *range(steps))
     return snapshot(optimizer)
 
 
@@ -44,8 +42,7 @@ def test_until_the_first_step_nothing_is_reserved_and_the_entries_are_there(make
     assert optimizer.state_dict()["state"].keys() == {0, 1, 2}
     assert optimizer.tier_plan.bytes_on("nvme") > 0, "planned"
     assert (reserved(drive), optimizer.stats().state_bytes) == (0, 0)
-    set_grads(params, 0, without=[0, 1])
-    optimizer.step()
+    take_steps(optimizer, params, 0, without=[0, 1])
     assert len(optimizer.state_dict()["state"]) == 3
     assert reserved(drive) >= optimizer.stats().state_bytes > 10 * 71_015
 

@@ -24,6 +24,7 @@ from tests.support.interrupts import (
 )
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
+from tests.support.training import noted
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
@@ -96,12 +97,9 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, insi
                     engine = make(config, num_layers=2)
                 engine.load_checkpoint(root)
                 state = full_state(engine.module, engine.optimizer)
-            try:
+            with noted(f"struck at {interrupt.place}"):
                 assert_same(state, full_state(twin.module, twin.optimizer))
                 assert engine.global_steps == twin.global_steps
-            except BaseException as error:
-                error.add_note(f"struck at {interrupt.place}")
-                raise
             engine.optimizer.synchronize()
             interrupt.kept = None  # what its frames hold
             gc.collect()

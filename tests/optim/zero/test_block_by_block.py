@@ -18,6 +18,7 @@ from tests.support.interrupts import EACH, SLOW, STRIKES, Struck, every, raise_s
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, be_eager, make, section
+from tests.support.training import noted
 
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
@@ -628,11 +629,8 @@ def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path,
                 twin.save_checkpoint(tmp_path / "checkpoints")
                 engine.load_checkpoint(tmp_path / "checkpoints")
                 state = full_state(engine.module, engine.optimizer)
-            try:
+            with noted(f"struck at {interrupt.place}"):
                 assert_same(state, full_state(twin.module, twin.optimizer))
                 assert not threads()
-            except BaseException as error:
-                error.add_note(f"struck at {interrupt.place}")
-                raise
             interrupt.kept = None
     engine.close()

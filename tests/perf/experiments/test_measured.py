@@ -1,0 +1,71 @@
+"""Experiments from their command lines: figures that are what they promise, and nothing that is left behind."""
+
+import pytest
+
+from tests.perf.experiments.running import results
+
+MOST = {1: (12, 10.0), 2: (7, 12.0), 3: (16 / 3, 13.4)}
+"""Bytes per bf16 parameter and step by period: written, but for trailers and manifests, and read at most."""
+
+
+@pytest.mark.slow  # a process for each
+def test_memory_of_each_way(tmp_path):
+    found = results("activations", "memory", "--path", tmp_path, "--width", 64, "--context", 64, "--depth", 2)
+    assert list(found) == ["plain", "checkpointing", "boundaries", "attention", "all"]
+    assert len({tuple(each["digests"]) for each in found.values()}) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_with_boundaries_on_the_drive_memory_does_not_grow_with_depth(tmp_path):
+    found = results("activations", "memory", "--path", tmp_path, "--width", 256, "--depth", 8, "--depth", 32)
+    plain, boundaries = (found[way]["peaks"] for way in ("plain", "boundaries"))
+    assert boundaries[1] <= 1.1 * boundaries[0]
+    assert plain[1] > 2 * plain[0]
+
+
+def test_iterations_by_turns(tmp_path):
+    size = ("--width", 64, "--context", 64, "--layers", 2)
+    found = results("activations", "iterations", "--path", tmp_path, *size, "--quads", 1)
+    assert list(found) == ["boundaries", "attention", "all"]
+    assert all(each["quotient"] > 0 for each in found.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("millions", "period"), [(2, 1), (2, 3), *(pytest.param(100, period, marks=pytest.mark.slow) for period in MOST)]
+)
+def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_path, millions, period):
+    found = results("durable", "bytes", "--path", tmp_path, "--millions", millions, "--rewrite-every", period)
+    slack = 0.05 + 0.15 / millions
+    written, most_read = MOST[period]
+    assert written <= found["durable"]["written"] <= written + slack
+    assert 10 <= found["in place"]["written"] <= 10 + slack
+    assert found["durable"]["read"] <= most_read
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [("steps", "--millions", 1), ("checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1)],
+    ids=lambda experiment: experiment[0],
+)
+@pytest.mark.usefixtures("alone")
+def test_seconds_by_turns(tmp_path, experiment):
+    [found] = results("durable", *experiment, "--path", tmp_path, "--quads", 1).values()
+    assert found["quotient"] > 0
+    assert len(found["quads"]) == len(found["controls"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("in_backward", [False, True], ids=["clipped", "in backward"])
+def test_bytes_of_a_step_in_each_order(tmp_path, in_backward):
+    small = ("--layers", 8, "--width", 64, "--tokens", 4, "--count", 3, "--steps", 2)
+    found = results("micro-batches", "--path", tmp_path, *small, *(["--in-backward"] if in_backward else []))
+    one_by_one, by_blocks = found["horizontal, 3"], found["vertical, 3"]
+    assert by_blocks["digest"] == one_by_one["digest"]
+    assert by_blocks["param_bytes_read"] < one_by_one["param_bytes_read"] - 3
+    assert one_by_one["grad_bytes_written"] > 5
+    assert by_blocks["grad_bytes_written"] == 0 if in_backward else by_blocks["grad_bytes_written"] < 2.3
+    assert list(tmp_path.iterdir()) == []
