@@ -53,7 +53,7 @@ class EnginePart:
         """Return the buffers that a checkpoint has, too."""
         buffers = dict(self._module.named_buffers())
         if self._kept is None:
-            kept = self._module.state_dict().keys()
+            kept = self._module.state_dict(keep_vars=True).keys()
             self._kept = [name for name in buffers if name in kept]
         return {name: buffers[name] for name in self._kept if name in buffers}
 

@@ -17,14 +17,17 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -51,14 +54,27 @@ class DeepSpeedEngine:
     def __init__(self, engine: OffloadEngine) -> None:
         self.engine = engine
         """The engine itself, with all that is not DeepSpeed's."""
-        self.module = engine.module
+        self._awaits_backward = False
+        engine.module.register_state_dict_post_hook(_say_that_it_is_sharded)  # type: ignore[no-untyped-call]  # of torch
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = next(engine.module.parameters()).device
+        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)
+        """It counts epochs for what DeepSpeed prints; nothing is printed here."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model. After an evaluation it has its own parameters again, so that what changes them is kept."""
+        if not self._awaits_backward:
+            for module in self.engine.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; see `OffloadEngine`."""
+        self._awaits_backward = torch.is_grad_enabled()
         return self.engine(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +85,7 @@ class DeepSpeedEngine:
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Set the module's training mode."""
-        self.module.train(mode)
+        self.engine.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
@@ -300,6 +316,10 @@ class Accelerator:
         """Return the name of this process's device."""
         return self.device_name(None if self.kind == "cpu" else torch.get_device_module(self.kind).current_device())
 
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed torch's generators of all devices."""
+        torch.manual_seed(seed)
+
     def communication_backend_name(self) -> str:
         """Return torch's backend for collectives between such devices."""
         return dist.get_default_backend_for_device(self.kind)
@@ -311,6 +331,14 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Whether it computes in fp16."""
         return True
+
+
+class ZeroParamStatus(Enum):
+    """DeepSpeed's states of a parameter; those of an engine here have no ``ds_status``, as whole ones have none."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 def _refuse(call: str, given: Mapping[str, Any], **only: Any) -> None:
@@ -432,6 +460,23 @@ def _loader_of(data: Dataset[Any], section: OffloadConfig, collate_fn: Callable[
     return DataLoader(data, size, sampler=DistributedSampler(data), collate_fn=collate_fn)
 
 
+def _say_that_it_is_sharded(module: nn.Module, found: Mapping[str, Any], *unused: Any) -> None:
+    if not any(isinstance(value, nn.Parameter) for value in found.values()):  # which this package asks for
+        warn_user(
+            "engine.module.state_dict() has the shards of this rank, at every ZeRO stage: a file with them is no whole "
+            "model. Call engine.save_16bit_model(folder), or save_checkpoint, on every rank"
+        )
+
+
+def _get_by_path(model: nn.Module, path: str) -> Any:
+    return attrgetter(path)(model)
+
+
+def _set_by_path(model: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, module)
+
+
 def _submodule(name: str, contents: Mapping[str, Any], rest: ModuleType | None = None) -> ModuleType:
     """Make a module that scripts import by its name; what it has not is of `rest`, or refused."""
     made = ModuleType(f"{__name__}.{name}", f"As ``deepspeed.{name}``.")
@@ -455,9 +500,26 @@ def __getattr__(name: str) -> Any:
     _refused(__name__, name)
 
 
+def _not_done(name: str) -> Callable[..., NoReturn]:
+    """Make what scripts import at their top whatever they do, and that is refused when it is called."""
+
+    def refused(*unused: Any, **also_unused: Any) -> NoReturn:
+        raise TypeError(f"{name} is not done here: {PAGE}")
+
+    return refused
+
+
+get_accelerator = Accelerator
 zero = _submodule("zero", {"Init": Init, "GatheredParameters": gathered_parameters})
 comm = _submodule("comm", {"init_distributed": init_distributed}, rest=dist)
-accelerator = _submodule("accelerator", {"get_accelerator": Accelerator})
+accelerator = _submodule("accelerator", {"get_accelerator": get_accelerator})
 _adam = _submodule("ops.adam", {"FusedAdam": fused_adam, "DeepSpeedCPUAdam": fused_adam})
 ops = _submodule("ops", {"adam": _adam})
 utils = _submodule("utils", {"logger": logging.getLogger(__name__)})
+_moe_groups = "split_params_into_different_moe_groups_for_optimizer"
+_moe_utils = _submodule("moe.utils", {_moe_groups: _not_done(f"moe.utils.{_moe_groups}")})
+moe = _submodule("moe", {"utils": _moe_utils, "layer": _submodule("moe.layer", {"MoE": _not_done("moe.layer.MoE")})})
+_helper = _submodule("compression.helper", {"recursive_getattr": _get_by_path, "recursive_setattr": _set_by_path})
+compression = _submodule("compression", {"helper": _helper})
+_partitions = _submodule("runtime.zero.partition_parameters", {"ZeroParamStatus": ZeroParamStatus})
+runtime = _submodule("runtime", {"zero": _submodule("runtime.zero", {"partition_parameters": _partitions})})

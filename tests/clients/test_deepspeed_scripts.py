@@ -11,7 +11,10 @@ import nvme_offload.deepspeed.comm as comm
 import pytest
 import torch
 from nvme_offload.deepspeed.accelerator import get_accelerator
+from nvme_offload.deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from nvme_offload.deepspeed.moe.layer import MoE
 from nvme_offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from safetensors.torch import load_file
 from torch import nn
 
 import nvme_offload
@@ -280,8 +283,32 @@ def test_what_is_not_done_is_refused_by_name(alone, tmp_path):
     engine.destroy()
 
 
+def test_a_change_after_an_evaluation_is_in_what_is_saved(alone, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[0].weight.requires_grad_(False)
+    config = section(tmp_path, stage=2, adamw={"lr": 1e-3})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with torch.no_grad():
+        engine(torch.ones(2, 4))  # which leaves gathered copies, at stages below 3
+    expected = engine.module[0].weight.full_tensor() + 1
+    engine.module[0].weight.data += 1
+    assert engine.save_16bit_model(tmp_path / "weights")
+    saved = load_file(tmp_path / "weights" / "model.safetensors")["0.weight"]
+    assert torch.equal(saved, expected.bfloat16())
+    with pytest.warns(RuntimeWarning, match=r"has the shards of this rank.*save_16bit_model"):
+        engine.module.state_dict()
+    engine.destroy()
+
+
 def test_submodules_that_scripts_import(alone):
     deepspeed.init_distributed()
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    recursive_setattr(model, "0.0", nn.Linear(2, 3))
+    assert recursive_getattr(model, "0.0").out_features == 3
+    with pytest.raises(TypeError, match=r"moe\.layer\.MoE is not done here"):
+        MoE(2)
+    deepspeed.get_accelerator().manual_seed_all(1)
+    assert torch.initial_seed() == 1
     assert (comm.get_rank(), comm.get_world_size(), comm.ReduceOp) == (0, 1, torch.distributed.ReduceOp)
     accelerator = get_accelerator()
     assert accelerator.device_name(0) == accelerator.current_device_name()
