@@ -2,7 +2,7 @@
 
 import typer
 
-from nvme_offload.perf.cli import Command, group_of
+from nvme_offload.perf.cli import PLAIN, Command, group_of
 
 _ABOUT = {
     "activations": ("Measure what keeping activations on a drive saves and costs.", "memory --path /mnt/nvme0"),
@@ -34,7 +34,7 @@ EXPERIMENTS = {
     for name, (text, arguments) in _ABOUT.items()
 }
 
-app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False)
+app = typer.Typer(name="experiments", cls=group_of(EXPERIMENTS), no_args_is_help=True, add_completion=False, **PLAIN)
 
 
 @app.callback()

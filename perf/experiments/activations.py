@@ -32,7 +32,9 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
 ITERATIONS = 2  # iterations whose peak counts, after one that does not
 
-activations = typer.Typer(no_args_is_help=True, help="Measure what keeping activations on a drive saves and costs.")
+activations = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what keeping activations on a drive saves and costs."
+)
 Width = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")]
 Context = Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")]
 

@@ -25,7 +25,9 @@ NAME = "benchmark-"  # the names of the measured runs begin with it
 _WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
 _STEPS = 2  # of one turn
 
-durable = typer.Typer(no_args_is_help=True, help="Measure what durable steps and checkpoints cost.")
+durable = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what durable steps and checkpoints cost."
+)
 Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
 Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
 Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration in which nothing is computed.")]

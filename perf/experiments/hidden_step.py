@@ -35,7 +35,9 @@ REAL_WIDTH, REAL_LAYERS, REAL_TOKENS = 2048, 8, 256
 """269 million parameters; with so many tokens two processors compute as long as a drive of 5 GB/s moves the state."""
 ITERATIONS = 2  # iterations that count each time on a real drive, after one that does not
 
-hidden_step = typer.Typer(no_args_is_help=True, help="Measure how much of a step each schedule hides.")
+hidden_step = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure how much of a step each schedule hides."
+)
 Buffers = Annotated[int, typer.Option(min=2, help="Staging buffers.")]
 Taken = Sequence[Iteration]
 Schedule = Annotated[OverlapStep | None, typer.Option(help="One schedule; by default each in turn.")]
