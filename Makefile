@@ -55,6 +55,7 @@ hosts: setup
 # All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
 clients:
 	$(MAKE) setup VENV=.venv-clients CONSTRAINTS=constraints-clients.txt
+	.venv-clients/bin/pip install -q --disable-pip-version-check --no-deps timm==1.0.31 # its torchvision does not load beside a torch for the CPU
 	WRITE_CLIENTS=1 .venv-clients/bin/python -m pytest -m "slow or not slow" tests/clients $(ARGS)
 
 # The C++ engine and thread pool, with every sanitizer that finds what tests cannot see.

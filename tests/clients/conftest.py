@@ -9,7 +9,7 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 BEGIN, END = "<!-- generated: make clients -->", "<!-- end -->"
-PACKAGES = {"Lightning": "lightning", "PEFT": "peft", "TRL": "trl"}
+PACKAGES = {"ignite": "pytorch-ignite", "Lightning": "lightning", "PEFT": "peft", "TRL": "trl"}
 _passed: dict[tuple[str, ...], set[str]] = {}
 _failed: list[str] = []
 
@@ -21,12 +21,13 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    marker = item.get_closest_marker("client")
-    if marker is not None and report.outcome != "passed":
+    rows = [tuple(marker.args) for marker in item.iter_markers("client")]
+    if rows and report.outcome != "passed":
         _failed.append(item.nodeid)
-    elif marker is not None and report.when == "call":
+    elif report.when == "call":
         path = item.path.relative_to(PAGE.parents[1]).as_posix()
-        _passed.setdefault(tuple(marker.args), set()).add(f"[{path}](../{path}) (`{item.originalname}`)")
+        for row in rows:
+            _passed.setdefault(row, set()).add(f"[{path}](../{path}) (`{item.originalname}`)")
     return report
 
 

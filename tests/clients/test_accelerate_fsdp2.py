@@ -146,6 +146,7 @@ def train_split(rank, world_size, drive):
                 split_parameters(module, torch.float32)
             losses = train(acc, module, optimizer, STEPS, seed=1)
             runs.append((losses, made[0].state_dict(), made[0].stats().state_bytes))
+            assert (made[0].stats().updates_behind > 0) == split
             close(made)
     (whole, _, whole_bytes), (parts, state, part_bytes) = runs
     assert parts == whole

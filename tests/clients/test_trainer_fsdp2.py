@@ -60,6 +60,7 @@ def train(folder, optimizer, make=Recording, *, resume=False, **options):
     if isinstance(inner, OffloadAdamW):
         shards = [param.to_local().numel() for param in trainer.model.parameters()]
         itemsize = 10 if make is SplitTrainer else 8
+        assert (inner.stats().updates_behind > 0) == (make is SplitTrainer)
         assert 0 <= inner.stats().state_bytes - itemsize * sum(shards) < itemsize * PADDING * len(shards)
         dist.barrier()
         inner.close()
