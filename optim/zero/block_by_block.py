@@ -114,6 +114,8 @@ class BlockByBlock:
         catch_up()
         for at in reversed(range(len(self._forwards[0].calls))):
             block = self._forwards[0].calls[at].block
+            following = [forward.calls[number] for number in (at, at - 1)[: at + 1] for forward in self._forwards]
+            self._keeper.announce(kept for call in following for kept in call.kept())
             for forward in self._forwards:
                 is_last = forward is self._forwards[-1]
                 self._begin_backward(None, is_last)

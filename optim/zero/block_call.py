@@ -6,8 +6,9 @@ together in `Arriving`, and those of its inputs go to where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,9 @@ class Keeper(Protocol):
     def keep(self, tensor: torch.Tensor) -> Kept:
         """Keep a tensor that nobody changes."""
 
+    def announce(self, handles: Iterable[Kept]) -> None:
+        """Say in which order these are taken next."""
+
 
 class KeptInMemory:
     """Keeps tensors where they are."""
@@ -45,6 +49,9 @@ class KeptInMemory:
     def keep(self, tensor: torch.Tensor) -> Kept:
         """Keep a tensor that nobody changes."""
         return _Here(tensor)
+
+    def announce(self, handles: Iterable[Kept]) -> None:
+        """Do nothing: they are here."""
 
 
 class _Here:
@@ -64,12 +71,12 @@ class Arriving:
     def __init__(self, keeper: Keeper, tensor: torch.Tensor | None = None) -> None:
         self.tensor = tensor
         self._keeper = keeper
-        self._sum: Kept | None = None
+        self.so_far: Kept | None = None
 
     def give(self, grad: torch.Tensor) -> None:
         """Add a gradient."""
         before = self.take()
-        self._sum = self._keeper.keep(grad if before is None else before + grad)
+        self.so_far = self._keeper.keep(grad if before is None else before + grad)
 
     def take_from(self, leaf: torch.Tensor) -> None:
         """Add what autograd left in a leaf: a hook of the leaf, which must not depend on who holds it."""
@@ -79,7 +86,7 @@ class Arriving:
 
     def take(self) -> torch.Tensor | None:
         """Return what has come, which is None where nothing has."""
-        kept, self._sum = self._sum, None
+        kept, self.so_far = self.so_far, None
         return kept.take() if kept is not None else None
 
 
@@ -150,6 +157,11 @@ class BlockCall:
                 given[at] = value.detach().requires_grad_()
                 given[at].register_post_accumulate_grad_hook(self._arriving[at].take_from)
         return tree_unflatten(given, layout)
+
+    def kept(self) -> Iterator[Kept]:
+        """Return what `backward` will take, in its order, as far as it has come."""
+        sums = (arriving.so_far for arriving in self._arriving.values())
+        return chain(self._boundary.values(), (kept for kept in sums if kept is not None))
 
     def outputs(self, output: Any) -> Iterator[tuple[torch.Tensor, Arriving]]:
         """Return the leaves in what `forward` returned, each with where its gradient comes together."""
