@@ -118,6 +118,7 @@ def test_the_few_have_every_value():
 
 def test_a_few_cases_on_two_ranks(tmp_path):
     cases = [next(case for case in FEW if case["schedule"] == schedule) for schedule in ("forward", "backward")]
+    cases.append(next(case for case in FEW if case["place"] == "all"))
     for hidden in run_ranks(check_rank, 2, tmp_path, cases, 4):
         assert_hidden(cases, hidden)
 
