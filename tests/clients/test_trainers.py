@@ -153,7 +153,7 @@ def pairs():
                 yield pytest.param(trainer, beside, marks=marks, id=f"{trainer}-{beside.__name__}")
 
 
-@pytest.mark.parametrize(("trainer", "beside"), pairs())
+@pytest.mark.parametrize(("trainer", "beside"), [*pairs()])
 def test_pairs(tmp_path, trainer, beside):
     _, make_model, make_trainer = TRAINERS[trainer]
 
