@@ -31,6 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from nvme_offload.offload._torch_private import own_initializer, version_of
@@ -38,6 +40,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import default_device_type
 from nvme_offload.offload.warn import warn_user
+from nvme_offload.optim.access.full_values import set_full_param
 from nvme_offload.optim.birth.birth import is_on_meta
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
@@ -258,23 +261,48 @@ class Init(AbstractContextManager[None]):
         self._device.__exit__(*exception)
 
 
-def gathered_parameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
-) -> AbstractContextManager[None]:
-    """Look at parameters within: those of an engine have their whole shape, and ``full_tensor()`` gives the values.
+class GatheredParameters(TorchFunctionMode):
+    """Have whole values in the place of an engine's parameters; every rank must enter it, and leave it.
+
+    Args:
+        params: one, or several. What else torch's functions are called with is as it is.
+        modifier_rank: every rank takes the values that they have on this one at the end; None changes nothing.
+        fwd_module: not used.
+        enabled: False does nothing.
 
     Raises:
-        ValueError: they are an engine's and `modifier_rank` wants to change them, or they have no values yet.
+        ValueError: parameters have no values yet; or, at the end, no optimizer of this package knows one.
     """
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
-    if enabled and any(param.is_meta for param in listed):
-        raise ValueError("GatheredParameters: parameters made within zero.Init have values after initialize alone")
-    if enabled and modifier_rank is not None and any(isinstance(param, DTensor) for param in listed):
-        raise ValueError(
-            f"GatheredParameters: modifier_rank = {modifier_rank}: to change parameters of an engine call "
-            "nvme_offload.set_full_param(param, value) on every rank"
-        )
-    return nullcontext()
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
+        super().__init__()
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        if enabled and any(param.is_meta for param in listed):
+            raise ValueError("GatheredParameters: parameters made within zero.Init have values after initialize alone")
+        self._sharded = [param for param in listed if enabled and isinstance(param, DTensor)]
+        self._modifier_rank = modifier_rank
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> GatheredParameters:
+        self._whole = {id(param): param.full_tensor().detach().clone() for param in self._sharded}
+        super().__enter__()  # type: ignore[no-untyped-call]  # of torch, as below
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(lambda value: self._whole.get(id(value), value), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for param in self._sharded:
+            whole = self._whole.pop(id(param))
+            if self._modifier_rank is not None and kind is None:
+                dist.broadcast(whole, self._modifier_rank)
+                set_full_param(param, whole)
 
 
 def fused_adam(
@@ -510,7 +538,7 @@ def _not_done(name: str) -> Callable[..., NoReturn]:
 
 
 get_accelerator = Accelerator
-zero = _submodule("zero", {"Init": Init, "GatheredParameters": gathered_parameters})
+zero = _submodule("zero", {"Init": Init, "GatheredParameters": GatheredParameters})
 comm = _submodule("comm", {"init_distributed": init_distributed}, rest=dist)
 accelerator = _submodule("accelerator", {"get_accelerator": get_accelerator})
 _adam = _submodule("ops.adam", {"FusedAdam": fused_adam, "DeepSpeedCPUAdam": fused_adam})

@@ -1,6 +1,7 @@
 """Scripts as people write them for DeepSpeed, of kinds that are public: they run with their import line changed."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import nn
 import nvme_offload
 import nvme_offload.deepspeed as deepspeed
 from tests.support.build import section
+from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows
 
 CIFAR = """
@@ -193,9 +195,7 @@ def test_a_gpt_that_is_made_within_zero_init(alone, tmp_path):
         deepspeed.zero.GatheredParameters([model.wte.weight])
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     with deepspeed.zero.GatheredParameters(engine.module.head.weight):
-        assert torch.equal(engine.module.head.weight.full_tensor(), torch.full((50, 16), 0.125))
-    with pytest.raises(ValueError, match=r"modifier_rank = 0.*set_full_param"):
-        deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)
+        assert torch.equal(engine.module.head.weight.data, torch.full((50, 16), 0.125))
     tokens, labels = words(0)
     losses = []
     for _ in range(3):
@@ -250,6 +250,40 @@ def test_a_model_without_an_optimizer_is_only_run(alone, tmp_path):
     assert optimizer is None
     assert engine(torch.ones(2, 4)).shape == (2, 4)
     engine.destroy()
+
+
+def changed(rank, world_size, folder):
+    """What a rank has of a trained and of a frozen weight that the last one changed, after a step at a rate of 0."""
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False))
+    model[1].weight.requires_grad_(False)
+    place = {"device": "nvme", "nvme_path": folder}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    weights = [layer.weight for layer in engine.module]
+    with deepspeed.zero.GatheredParameters(weights, modifier_rank=world_size - 1):
+        assert torch.cat([weight.flatten() for weight in weights]).shape == (35,)
+        if rank == world_size - 1:
+            nn.init.constant_(weights[0], 2.0)
+            weights[1].data[1:, 2] = 3.0
+    with contextlib.suppress(KeyError), deepspeed.zero.GatheredParameters(weights[0], modifier_rank=0):
+        weights[0].data.zero_()
+        raise KeyError
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    with deepspeed.zero.GatheredParameters(weights):
+        found = [weight.data.clone() for weight in weights]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+def test_what_one_rank_changes_in_gathered_parameters_all_have(tmp_path):
+    found = run_ranks(changed, 2, str(tmp_path))
+    for trained, frozen in found:
+        assert torch.equal(trained, torch.full((5, 3), 2.0))
+        assert torch.equal(frozen[1:, 2], torch.full((3,), 3.0))
+        assert torch.equal(frozen, found[0][1])
 
 
 class Lookahead(torch.optim.AdamW):
