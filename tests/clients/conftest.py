@@ -32,7 +32,8 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_sessionfinish(session):
-    if os.environ.get("WRITE_CLIENTS") and not _failed and not session.testsfailed:
+    all_ran = not (_failed or session.testsfailed or session.config.getoption("keyword"))
+    if os.environ.get("WRITE_CLIENTS") and all_ran:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
