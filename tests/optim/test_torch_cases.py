@@ -7,12 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.testing._internal.common_optimizers import optim_db
 
 import nvme_offload
 from tests.support.build import section
-
-pytest.importorskip("expecttest", reason="torch.testing's tables of optimizers need it: pip install expecttest")
-from torch.testing._internal.common_optimizers import optim_db
 
 BY_NAME = {info.optim_cls.__name__: info for info in optim_db}
 INFOS = {name: info for name, info in BY_NAME.items() if hasattr(nvme_offload, f"Offload{name}")}
