@@ -1,6 +1,7 @@
 """`offload plan`: will it fit, what will it move, how long will a step take."""
 
 import json
+import re
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -38,6 +39,18 @@ def _size(*names: str, text: str) -> Any:
     return byte_option(*names, text=text, parser=lambda said: to_bytes(said.removesuffix("/s")))
 
 
+def _network(text: str) -> float:
+    """Bytes per second of a rate that is said in bits, as networks are, or in bytes."""
+    bits = re.fullmatch(r"([0-9.]+) ?([MGT])(bit/s|b/s|bps)", text)
+    if bits is not None:
+        return float(bits[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[bits[2]] / 8
+    return to_bytes(text.removesuffix("/s"))
+
+
+def _rate(*names: str, text: str) -> Any:
+    return typer.Option(*names, parser=_network, metavar="RATE", help=text)
+
+
 def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or its folder.")] = None,
     params: Annotated[int | None, _count("--params", text="Parameters, in place of --model: 2e9.")] = None,
@@ -57,6 +70,7 @@ def plan(
     pcie: Annotated[
         int | None, _size("--pcie", text="Between a GPU and its host, each way: 55GB/s; by default as measured here.")
     ] = None,
+    network: Annotated[float | None, _rate("--network", text="From a node to the others: 100Gb/s, 12.5GB/s.")] = None,
     drive: Annotated[
         str | None, typer.Option(help="A node's drives by their class: gen4-consumer, gen5-enterprisex4.")
     ] = None,
@@ -89,6 +103,7 @@ def plan(
             flops=flops,
             update_rate=update_rate,
             pcie=copies,
+            network=network,
         )
         if tokens < 1:
             raise MachineError(f"--tokens {tokens}: at least 1")

@@ -32,12 +32,16 @@ class GroupTime:
     """Seconds of the copies between host and device beside its forward: those of the next group go on while this one
     computes."""
     backward_pcie: float = 0.0
+    forward_network: float = 0.0
+    """Seconds in which its parameters are gathered from other nodes beside its forward, as with copies."""
+    backward_network: float = 0.0
+    """The same of backward, with the reduction of its gradients."""
 
     def seconds(self, part: Part) -> float:
         """Seconds of a pass when the drive is not waited for."""
         if part == "forward":
-            return max(self.forward, self.forward_pcie)
-        return max(self.backward, self.backward_pcie)
+            return max(self.forward, self.forward_pcie, self.forward_network)
+        return max(self.backward, self.backward_pcie, self.backward_network)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +93,14 @@ class Work:
         return passes + sum(subgroup.pcie for subgroup in self.subgroups)
 
     @property
+    def network(self) -> float:
+        """Seconds of all gathers and reductions between nodes."""
+        return self.micro_batches * sum(group.forward_network + group.backward_network for group in self.groups)
+
+    @property
     def ideal(self) -> float:
         """Seconds of an iteration in which everything overlaps."""
-        return max(self.compute, self.nvme, self.update, self.pcie)
+        return max(self.compute, self.nvme, self.update, self.pcie, self.network)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +118,11 @@ class IterationTime:
         return self.work.ideal / self.seconds
 
     @property
-    def limit(self) -> Limit | Literal["PCIe"]:
+    def limit(self) -> Limit | Literal["PCIe", "network"]:
         """Return what would have to be more or faster for a shorter iteration."""
         work = self.work
+        if work.network > max(work.compute, work.nvme, work.update, work.pcie):
+            return "network"
         if work.pcie > max(work.compute, work.nvme, work.update):
             return "PCIe"
         if work.update >= max(work.compute, work.nvme):
@@ -142,6 +153,7 @@ class IterationTime:
             "nvme": self.work.nvme,
             "update": self.work.update,
             "pcie": self.work.pcie,
+            "network": self.work.network,
             "parts": self.parts,
             "waiting": self.waiting,
         }
@@ -165,6 +177,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
     share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
     shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
+    gathering, reducing = _between_nodes(placed)
     return Work(
         groups=tuple(
             GroupTime(
@@ -174,6 +187,8 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
                 backward_nvme=share * moved["backward"],
                 forward_pcie=numel * share_of_rank * copies.forward / pcie,
                 backward_pcie=numel * share_of_rank * copies.backward / pcie,
+                forward_network=numel * gathering,
+                backward_network=numel * ((gathering if zero.stage == 3 else 0.0) + reducing),
             )
             for share, numel in zip(shares, group_numels, strict=True)
         ),
@@ -219,6 +234,22 @@ def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
         ),
         subgroups=tuple(replace(subgroup, update=0.0) for subgroup in work.subgroups),
     )
+
+
+def _between_nodes(placed: PlacedJob) -> tuple[float, float]:
+    """Return the seconds that a parameter takes to be gathered, and its gradient to be reduced, for one micro-batch.
+
+    The ranks of a node share its network: of what is gathered, each node gets once what the other nodes have.
+    """
+    job, machine = placed.job, placed.machine
+    if machine.network is None:
+        return 0.0, 0.0
+    stage, precision = job.config.zero_optimization.stage, placed.precision
+    crossing = (1 - 1 / machine.num_nodes) / machine.network
+    reducing = precision.reduce.itemsize * crossing / (1 if stage in (2, 3) else job.config.rounds)
+    if stage == 0:
+        return 0.0, 2 * reducing  # an all-reduce: reduced, and gathered again
+    return precision.gather.itemsize * crossing, reducing
 
 
 def _seconds(machine: Machine, tiers: Sequence[StepTraffic], phase: Phase) -> float:

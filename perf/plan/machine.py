@@ -81,6 +81,13 @@ class Machine:
     pcie: float | None = None
     """Bytes per second between a rank's accelerator and its host, each way while both are in use; None: copies take no
     time, or nobody knows."""
+    network: float | None = None
+    """Bytes per second between a node and the others, each way; None: gathers and reductions take no time there."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes."""
+        return self.ranks // self.ranks_per_node
 
     def __post_init__(self) -> None:
         """Check the numbers against each other."""
@@ -94,6 +101,7 @@ class Machine:
                 "--flops": self.flops,
                 "--update-rate": self.update_rate,
                 "--pcie": self.pcie,
+                "--network": self.network,
             }
         )
         if self.ranks % self.ranks_per_node:

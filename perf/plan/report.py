@@ -8,8 +8,9 @@ from math import inf
 from rich.console import Console
 from rich.table import Table
 
-from nvme_offload.offload.storage.tier_plan import TIERS
+from nvme_offload.offload.storage.tier_plan import TIERS, Tier
 from nvme_offload.offload.units import TB, format_bytes
+from nvme_offload.optim.state.account import GATHERED
 from nvme_offload.perf.plan.choosing import ChosenSection
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, predict
 from nvme_offload.perf.plan.shape import ModelShape
@@ -75,6 +76,8 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         ideal = f"computing {work.compute:.3g} s, NVMe {work.nvme:.3g} s, updating {work.update:.3g} s"
         if machine.pcie is not None:
             ideal += f", PCIe {work.pcie:.3g} s"
+        if machine.network is not None:
+            ideal += f", network {work.network:.3g} s"
         yield f"That is {time.share_of_ideal:.0%} of the ideal, the longest of: {ideal}"
         others = ", ".join(f"{name} {other.seconds:.3g} s" for name, other in prediction.times.items())
         yield f"With each overlap_step (this section has {prediction.overlap_step}): {others}"
@@ -82,6 +85,8 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield from _activations(prediction)
     if machine.device_memory is not None and machine.pcie is None:
         yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
+    if machine.num_nodes > 1 and machine.network is None:
+        yield "Gathers and reductions between nodes are not counted: they need --network"
     if prediction.kept is not None:
         yield f"Every step survives; the state is rewritten every {prediction.kept.period} step(s)"
     if prediction.written_per_day:
@@ -90,6 +95,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield f"{wear}; the drives' endurance lasts {days:.3g} days" if days else f"{wear} (--tbw: for how long)"
     for tier, missing in prediction.tiers.missing.items():
         yield f"DOES NOT FIT: {tier} is {format_bytes(missing)} too small for each rank"
+        yield from _of_any_number_of_ranks(prediction, tier)
     if largest is not None:
         found = f"{largest.numel:,} parameters in {largest.num_layers} layers"
         deep = largest.num_layers > MAX_LAYERS
@@ -116,3 +122,18 @@ def _activations(prediction: Prediction) -> Iterator[str]:
             times[keep] = other.seconds if other is not None else inf
         said = ", ".join(f"{keep} {seconds:.3g} s" for keep, seconds in times.items())
         yield f"By activations.keep: {said}; fastest: {min(times, key=lambda keep: times[keep])}"
+
+
+def _of_any_number_of_ranks(prediction: Prediction, tier: Tier) -> Iterator[str]:
+    """Say what is too large on a tier however many ranks share the model, and what makes it smaller."""
+    tiers, shape = prediction.tiers, prediction.job.shape
+    sizes = {kind: tiers.bytes_on(tier, kind) for kind in (GATHERED, "activations")}
+    if sum(sizes.values()) <= tiers.budgets[tier]:
+        return
+    largest = max(shape.groups, key=sum)
+    name = "layer" if largest in shape.layers else "embedding or head"
+    held = " and ".join(f"{format_bytes(size)} {kind}" for kind, size in sizes.items())
+    yield (
+        f"No number of ranks makes it fit: {held}; the largest {name} has {sum(largest):,} parameters. Split it (a "
+        "mesh with tp, or blocks= of initialize), or take fewer --tokens"
+    )

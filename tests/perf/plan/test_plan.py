@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from itertools import product
@@ -310,6 +311,27 @@ def test_a_slow_pcie_is_what_limits():
     said = " ".join(plan(f"{LLAMA_8B} {H100}".replace("55GB/s", "2GB/s")).stdout.split())
     assert "limited by: PCIe" in said
     assert "PCIe 16 s" in said
+
+
+def test_a_network_is_what_limits_many_nodes():
+    """Each node of 8 gathers 7/8 of 140 GB in forward and in backward, and reduces as much."""
+    many = f"{LLAMA_70B} {H100} --tokens 16384 --ranks 64"
+    in_bits = plan(f"{many} --network 100Gb/s")
+    assert "limited by: network" in in_bits.stdout
+    seconds = json.loads(plan(f"{many} --network 12.5GB/s --json").stdout)["iteration"]["network"]
+    assert seconds == pytest.approx(3 * 140e9 * 7 / 8 / 12.5e9, rel=0.001)
+    assert f"network {seconds:.3g} s" in " ".join(in_bits.stdout.split())
+    assert "between nodes are not counted: they need --network" in plan(many).stdout
+
+
+def test_what_no_number_of_ranks_makes_smaller_is_said_with_what_does():
+    """Gathered layers and activations are as large on 64 ranks as on 8."""
+    said = plan(f"{LLAMA_70B} {H100} --tokens 16384 --ranks 64".replace("80GiB", "20GiB")).stdout
+    assert re.search(
+        r"No number of ranks makes it fit: .* gathered groups and .* activations; the largest embedding", said
+    )
+    assert "fewer --tokens" in said
+    assert "No number of ranks" not in plan(f"{LLAMA_70B} {H100} --tokens 16384 --ranks 64").stdout
 
 
 def test_copies_of_a_gpu_that_is_not_known_are_not_counted():
