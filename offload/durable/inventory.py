@@ -58,6 +58,8 @@ class RunFound:
 
     name: str
     ranks: tuple[RankFound, ...]
+    num_ranks: int
+    """All ranks of the run, on whatever hosts; 0: it does not say."""
 
     @property
     def folders(self) -> list[Path]:
@@ -103,7 +105,7 @@ def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
     for of_run, ranks in sorted(found.items()):
         of_ranks = [there for rank, folders in sorted(ranks.items()) if (there := _found_in(rank, folders)) is not None]
         if of_ranks:
-            runs.append(RunFound(of_run, tuple(of_ranks)))
+            runs.append(RunFound(of_run, tuple(rank for rank, _ in of_ranks), max(number for _, number in of_ranks)))
     return runs
 
 
@@ -134,20 +136,20 @@ def remove_snapshot(run: RunFound, name: str) -> None:
             snapshots.delete_unreadable(name)
 
 
-def _found_in(rank: int, folders: Sequence[Path]) -> RankFound | None:
-    """Return what is there of a rank; None where somebody removes it at this moment."""
+def _found_in(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int] | None:
+    """Return what is there of a rank, and the number of all ranks; None where somebody removes it at this moment."""
     while folders:
         try:
             return _look_at(rank, folders)
         except FileNotFoundError:  # also of a run that lives and replaces a file
             folders = [folder for folder in folders if folder.is_dir()]
         except OSError as error:  # it is somebody else's, or a link
-            return RankFound(rank, tuple(folders), 0, {}, (), (), (), None, "", 0, None, str(error))
+            return RankFound(rank, tuple(folders), 0, {}, (), (), (), None, "", 0, None, str(error)), 0
     return None
 
 
-def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
-    problem, num_paths, model = "", 0, ""
+def _look_at(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int]:
+    problem, num_paths, model, num_ranks = "", 0, "", 0
     manifests: dict[Path, Manifest] = {}
     newest = None
     try:
@@ -158,14 +160,15 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         if abouts and num_paths == len(abouts) == len(folders):
             _check_rows(abouts, manifests)
         if newest is not None:
-            model = _in_words(read_identity(newest.parent, manifests[newest].identity))
+            identity = read_identity(newest.parent, manifests[newest].identity)
+            model, num_ranks = _in_words(identity), int(identity.get("num_ranks", 0))
     except ResumeError as error:
         problem = str(error)
     if num_paths > len(folders):
         problem = problem or f"{num_paths - len(folders)} of its {num_paths} paths were not looked at"
     ordered = sorted(manifests.values(), key=lambda manifest: manifest.sequence, reverse=True)
     snapshots = [Snapshots(folder) for folder in folders]
-    return RankFound(
+    found = RankFound(
         rank=rank,
         folders=tuple(folders),
         num_paths=num_paths,
@@ -179,6 +182,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> RankFound:
         owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
         problem=problem,
     )
+    return found, num_ranks
 
 
 def _in_words(identity: Mapping[str, Any]) -> str:

@@ -188,6 +188,7 @@ def _table(found: Sequence[RunFound]) -> str:
 
 def _row(run: RunFound) -> tuple[str, ...]:
     ranks = [rank.rank for rank in run.ranks]
+    here = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
     owners = [rank.owner for rank in run.ranks if rank.owner]
     seconds = time.time() - (run.committed_at or 0.0)
     age = next((f"{int(seconds // size)} {unit}" for unit, size in _UNITS if seconds >= size), "0 s")
@@ -197,7 +198,7 @@ def _row(run: RunFound) -> tuple[str, ...]:
         "-" if run.step is None else str(run.step),
         "-" if run.committed_at is None else age,
         format_bytes(run.size_bytes),
-        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}",
+        f"{here} of {run.num_ranks}" if len(ranks) < run.num_ranks else here,
         f"alive ({owners[0]})" if owners else "not alive",
     )
 
@@ -222,4 +223,4 @@ def _said(run: RunFound) -> list[str]:
 def _as_dict(run: RunFound) -> dict[str, Any]:
     about = {"name": run.name, "step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes}
     ranks = [{**dataclasses.asdict(rank), "steps": list(rank.steps.values())} for rank in run.ranks]
-    return {**about, "committed_at": run.committed_at, "ranks": ranks}
+    return {**about, "num_ranks": run.num_ranks, "committed_at": run.committed_at, "ranks": ranks}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
 from nvme_offload.perf.cli import app
-from tests.support.durable_run import SmallRun
+from tests.support.durable_run import IDENTITY, SmallRun
 
 
 @pytest.fixture
@@ -91,7 +91,8 @@ def test_nothing_is_changed(small, paths):
     assert everything() == before
 
 
-def test_ranks_resume_where_all_of_them_are(in_memory):
+def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
+    monkeypatch.setitem(IDENTITY, "num_ranks", 5)
     for rank, names in ((0, "01"), (1, "0"), (3, "01")):
         run = SmallRun([in_memory], rank=rank)
         run.begin()
@@ -100,7 +101,7 @@ def test_ranks_resume_where_all_of_them_are(in_memory):
         run.close()
     assert find_runs([in_memory])[0].step == 0
     _, run, said = lines(in_memory)
-    assert (run[2], run[5]) == ("0", "0..3")
+    assert (run[2], run[5]) == ("0", "0..3 of 5")
     assert said == ["no directory of ranks 2 is here"]
 
 
