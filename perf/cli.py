@@ -22,10 +22,7 @@ class Command(NamedTuple):
 
 
 _ABOUT = {
-    "doctor": (
-        "Say what stands in the way of NVMe offload on this machine.",
-        "/mnt/nvme0 --config offload.json",
-    ),
+    "doctor": ("Say what stands in the way of NVMe offload on this machine.", "/mnt/nvme0 --config offload.json"),
     "init": (
         "Write the fastest section that fits this machine and a model.",
         "--model llama-7b/config.json --path /mnt/nvme0",
@@ -34,30 +31,12 @@ _ABOUT = {
         "Predict memory, traffic, time and wear of a training step.",
         "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --drive gen4-consumer --flops 1e14",
     ),
-    "bench": (
-        "Measure a drive: bandwidth, IOPS, latency and processor time.",
-        "--path /mnt/nvme0 --size 4GiB",
-    ),
-    "report": (
-        "Write a page of HTML about a run or a benchmark.",
-        "run.jsonl --output run.html",
-    ),
-    "runs": (
-        "List durable runs, export what they committed, remove them.",
-        "/mnt/nvme0",
-    ),
-    "top": (
-        "Watch a run: its bytes, rates, waits and drives.",
-        "/mnt/nvme0",
-    ),
-    "tune": (
-        "Find the best `aio` section for a drive.",
-        "--path /mnt/nvme0 --seconds 60 --output aio.json",
-    ),
-    "verify": (
-        "Verify bits and speed of training on this machine's GPU or CPU.",
-        "--path /mnt/nvme0",
-    ),
+    "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
+    "report": ("Write a page of HTML about a run or a benchmark.", "run.jsonl --output run.html"),
+    "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),
+    "top": ("Watch a run: its bytes, rates, waits and drives.", "/mnt/nvme0"),
+    "tune": ("Find the best `aio` section for a drive.", "--path /mnt/nvme0 --seconds 60 --output aio.json"),
+    "verify": ("Verify bits and speed of training on this machine's GPU or CPU.", "--path /mnt/nvme0"),
 }
 COMMANDS = {
     name: Command(f"nvme_offload.perf.{name}.command", text, f"offload {name} {arguments}")

@@ -257,8 +257,7 @@ class NoRunError(RuntimeError):
 
     def __init__(self, message: str, *, has_begun: bool = False) -> None:
         super().__init__(message)
-        self.has_begun = has_begun
-        """Whether a run is there that will have something to watch."""
+        self.has_begun = has_begun  # whether a run is there that will have something to watch
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,7 @@ import pickle
 import pytest
 import torch
 
-from tests.support.training import (
-    BLOCK,
-    SETTINGS,
-    Twin,
-    assert_same_bits,
-    param,
-    params_of,
-    snapshot,
-    take_steps,
-)
+from tests.support.training import BLOCK, SETTINGS, Twin, assert_same_bits, param, params_of, snapshot, take_steps
 
 SHAPES = [(BLOCK + 1,), (33, 65), (), (200,)]
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
