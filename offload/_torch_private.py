@@ -1,4 +1,4 @@
-"""The only place that touches what torch does not promise to keep. Each name says why it is needed.
+"""This module and `_fsdp_passes` alone touch what torch does not promise to keep. Each name says why it is needed.
 
 ``tests/offload/test_torch_private.py`` names every function here: a torch upgrade breaks there and nowhere else.
 """
@@ -9,14 +9,13 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import Store, _get_default_store
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,19 +30,15 @@ R = TypeVar("R")
 __all__ = [
     "ATTENTION",
     "METADATA_GLOBALS",
-    "TakingTurns",
     "argument_of",
     "base_of",
-    "compute_on_shards",
-    "drop_unsharded_grads",
     "fake_tensors",
     "foreach_of",
     "fsdp_groups",
+    "fsdp_param_groups",
     "fsdp_params",
-    "gather_by_itself",
     "gathered_params",
     "give_shard",
-    "hook_outputs",
     "install_extension",
     "is_cast",
     "is_view",
@@ -180,10 +175,11 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
 
     ``FSDPModule._get_fsdp_state()._fsdp_param_group``: nothing public leads from a sharded parameter to its group.
     """
-    return [list(group.fsdp_params) for group in _param_groups(module)]
+    return [list(group.fsdp_params) for group in fsdp_param_groups(module)]
 
 
-def _param_groups(module: torch.nn.Module | FSDPModule) -> list[Any]:
+def fsdp_param_groups(module: torch.nn.Module | FSDPModule) -> list[Any]:
+    """Return what FSDP2 gathers together for `module` (not its children); see `fsdp_groups`."""
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -205,7 +201,7 @@ def gathered_params(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor
     between two uses its storage has no bytes.
     """
     for module in modules:
-        for group in _param_groups(module):
+        for group in fsdp_param_groups(module):
             if group.is_unsharded:
                 yield from (local_tensor(record._unsharded_param) for record in group.fsdp_params)
 
@@ -216,336 +212,7 @@ def num_backwards_left(module: FSDPModule) -> int:
     ``FSDPParamGroup._post_forward_indices``: FSDP2's record of forwards whose backward has not come yet. A parameter
     that was used twice is reduced twice, and only the second gradient is whole.
     """
-    return max((len(group._post_forward_indices) for group in _param_groups(module)), default=0)
-
-
-def drop_unsharded_grads(model: torch.nn.Module) -> None:
-    """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
-
-    ``FSDPParam.unsharded_accumulated_grad`` and the gradient of ``FSDPParam._unsharded_param``, which is made when it
-    is first gathered: ``zero_grad`` reaches sharded gradients alone, and ``reset_iter_state`` leaves these. From torch
-    2.15 on the first is a property that shows the second.
-    """
-    for module in model.modules():
-        for record in fsdp_params(module):
-            _take_unsharded_grad(record)
-
-
-@torch.no_grad()
-def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
-    """The gradient of a gathered parameter, with what was added up before; FSDP2 has none any more."""
-    if not hasattr(fsdp_param, "_unsharded_param"):
-        return None
-    latest: torch.Tensor | None = fsdp_param._unsharded_param.grad
-    earlier: torch.Tensor | None = None
-    if not isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
-        earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
-    fsdp_param._unsharded_param.grad = None
-    if earlier is None or latest is None:
-        return latest if earlier is None else earlier
-    return earlier.add_(latest)
-
-
-class TakingTurns:
-    """Let the passes of several micro-batches go through `blocks` of one FSDP2 model by turns.
-
-    FSDP2 (2.11 to 2.15) knows of one forward at a time (``FSDPState._training_state``, ``_modules_to_run_forward``,
-    ``FSDPStateContext.iter_forward_root``), frees what it gathered after every call (``FSDPParamGroup.reshard``), and
-    reduces what any group has at the end of every backward (``FSDPState._root_post_backward_final_callback``, unless
-    ``FSDPStateContext.post_backward_final_callback_queued``). While turns are taken, a forward that waits is put aside,
-    and whoever takes them says when a group is freed, and when it is reduced.
-    """
-
-    def __init__(self, root: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
-        others = {root, *(module for block in blocks for module in block.modules())}
-        parts = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self.units: list[Any] = [module for module in parts if module not in others]
-        """Modules that gather by themselves and are neither the root nor in a block."""
-        self._root: Any = root
-        self._is_under_way = False
-        for group in {id(group): group for module in root.modules() for group in _param_groups(module)}.values():
-            group.reshard = partial(self._reshard, group.reshard)
-
-    def _reshard(self, reshard: Callable[[], None]) -> None:
-        if not self._is_under_way:
-            reshard()
-
-    @property
-    def _context(self) -> Any:
-        return self._root._get_fsdp_state()._state_ctx
-
-    def begin(self) -> None:
-        """Free and reduce nothing by itself from here on."""
-        self._is_under_way = True
-        self._context.post_backward_final_callback_queued = True
-
-    def end(self) -> None:
-        """End all passes: do what FSDP2 does after the last backward of a step."""
-        self._is_under_way = False
-        self._root._get_fsdp_state()._root_post_backward_final_callback()
-
-    def stop(self) -> None:
-        """Leave FSDP2 to itself again, wherever an exception came; ``reset_iter_state`` does the rest. Idempotent."""
-        self._is_under_way = False
-        self._context.post_backward_final_callback_queued = False
-
-    def put_aside(self) -> Any:
-        """Take FSDP2's record of the forward that runs, for `take_up`. Another one may begin."""
-        owners = [self._root._get_fsdp_state(), *_param_groups(self._root)]
-        for module in self.units:
-            owners += [module._get_fsdp_state(), *_param_groups(module)]
-        record = [(one, one._training_state, set(getattr(one, "_modules_to_run_forward", ()))) for one in owners]
-        began, context = self._context.iter_forward_root, self._context
-        for one in owners:
-            one._training_state = type(one._training_state).IDLE
-            getattr(one, "_modules_to_run_forward", set()).clear()
-        context.iter_forward_root = None
-        return record, began
-
-    def take_up(self, aside: Any) -> None:
-        """Go on with the forward that was put aside."""
-        record, self._context.iter_forward_root = aside
-        for one, training_state, to_run in record:
-            one._training_state = training_state
-            getattr(one, "_modules_to_run_forward", set()).update(to_run)
-
-    def end_pass(self, modules: Sequence[torch.nn.Module], *, reduces: bool) -> None:
-        """End these modules' part in a pass. With `reduces` their gradients are whole, for one micro-batch."""
-        for module in modules:
-            for group in _param_groups(module):
-                if reduces and group._training_state.name != "POST_BACKWARD":  # else it reduced by itself
-                    group.post_backward()
-                group._training_state = type(group._training_state).IDLE
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                state._training_state = type(state._training_state).IDLE
-        # What FSDP2 would gather ahead is what came before in a forward: here something else comes next.
-        for module in (*modules, *self.units, self._root):
-            for group in _param_groups(module):
-                group._post_forward_indices.clear()
-        self._root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
-
-    def free(self, modules: Sequence[torch.nn.Module], *, after_forward: bool) -> None:
-        """Free what was gathered for these modules, where their stage frees it after a forward, or after a backward."""
-        for group in (group for module in modules for group in _param_groups(module)):
-            if group._reshard_after_forward if after_forward else group.reshard_after_backward:
-                group._to_sharded()
-
-    def gathered(self, module: torch.nn.Module) -> list[tuple[Any, torch.Tensor]]:
-        """Return the records of what a module gathers (not its children), with the parameters that autograd sees."""
-        records = fsdp_params(module)
-        return [(record, record._unsharded_param) for record in records if hasattr(record, "_unsharded_param")]
-
-    @torch.no_grad()
-    def exchange(self, gradients: Sequence[tuple[Any, torch.Tensor | None]]) -> list[tuple[Any, torch.Tensor | None]]:
-        """Give gathered parameters these gradients, which are not reduced yet, in place of theirs; returns theirs."""
-        before = [(record, record._unsharded_param.grad) for record, _ in gradients]
-        for record, grad in gradients:
-            record._unsharded_param.grad = grad
-        return before
-
-    @torch.no_grad()
-    def add_up(self, earlier: Sequence[tuple[Any, torch.Tensor | None]]) -> None:
-        """Add what gathered parameters have now to these gradients of earlier micro-batches; they get the sum."""
-        for record, grad in earlier:
-            latest = record._unsharded_param.grad
-            if grad is not None:
-                record._unsharded_param.grad = grad if latest is None else grad.add_(latest)
-
-
-def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterable[torch.Tensor]]) -> None:
-    """Have backward through an FSDP2 module (not its children) begin with every tensor in what its forward returns.
-
-    ``FSDPState._register_pre_backward_hook``, ``_pre_backward``: torch hooks the tensors in tuples, lists and dicts,
-    from 2.13 on those in dataclasses, and not one in any other object. ``Tensor._backward_hooks`` says which it did.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    state: Any = module._get_fsdp_state()
-    hook_known = partial(type(state)._register_pre_backward_hook, state)  # its modules may be several
-
-    def hook_all(output: Any) -> Any:
-        output = hook_known(output)
-        if torch.is_grad_enabled():
-            tensors = (tensor for tensor in tensors_in(output) if tensor.requires_grad)
-            hook_known([one for one in tensors if state._pre_backward not in (one._backward_hooks or {}).values()])
-        return output
-
-    state._register_pre_backward_hook = hook_all
-
-
-def compute_on_shards(module: torch.nn.Module) -> None:
-    """Let a module (not its children) that is sharded over one rank compute with its shards, and train them.
-
-    ``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``post_backward``: for a group of one rank FSDP2 (2.11 to 2.15)
-    copies every shard into a gathered parameter, and every gradient four times: into the input of a reduction, into its
-    output, to the dtype of the shard, and to that of the partition. Here a gathered parameter is the shard's own memory
-    (where a cast is due, or the memory is only lent, a copy), and ``p.grad`` is the gradient that autograd made. A
-    module with tensor-parallel parameters is left as it is.
-    """
-    for group in _param_groups(module):
-        if not any(record.is_dtensor for record in group.fsdp_params):
-            alone = _GroupOfOne(group)
-            group.unshard = alone.unshard
-            group.wait_for_unshard = alone.wait_for_unshard
-            group.post_backward = alone.post_backward
-
-
-class _Lent(NamedTuple):
-    """A group of one rank computes with this next, in the place of an ``AllGatherResult``, which FSDP2 waits for."""
-
-    shards: list[tuple[torch.Tensor, bool]]
-    """The memory of each shard, or of its copy on a device, and whether it stays where it is."""
-    all_gather_event: Any
-    """Behind what brings it to a device."""
-    all_gather_work: None = None
-
-
-class _GroupOfOne:
-    """These take the place of three methods of an ``FSDPParamGroup`` of one rank.
-
-    On a device, what is not there sets out on FSDP2's copy-in stream as soon as it is known to be needed
-    (``FSDPCommContext.get_all_gather_streams``, ``FSDPParamGroup._all_gather_result``): before the device has come to
-    where it is needed, and in backward one group ahead. Its memory belongs to that stream, which takes it back when the
-    computing stream has copied it out of there.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._end_backward = group.post_backward
-
-    def unshard(self, async_op: bool = False) -> None:
-        group = self._group
-        if group.is_unsharded or group._all_gather_result is not None or group.device.type == "cpu":
-            return  # on the CPU there is nothing to send
-        stream = self._copy_in_stream(async_op)
-        with group.device_handle.stream(stream):
-            # All are asked before the first is answered: what is lent is held until then.
-            shards = [_lent(record) for record in group.fsdp_params]
-        group._all_gather_result = _Lent(shards, stream.record_event())
-
-    def _copy_in_stream(self, async_op: bool) -> Any:
-        group = self._group
-        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
-            return group.device_handle.current_stream()
-        return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
-
-    def wait_for_unshard(self) -> None:
-        group = self._group
-        if group.is_unsharded:
-            return
-        if group.device.type == "cpu":
-            self._unshard_from([_lent(record) for record in group.fsdp_params])
-            return
-        self.unshard()
-        group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
-        self._unshard_from(group._all_gather_result.shards)
-        group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
-        group._all_gather_result = None
-
-    def _unshard_from(self, lent: Sequence[tuple[torch.Tensor, bool]]) -> None:
-        records = self._group.fsdp_params
-        shards = [_shard_or_copy(record, *shard) for record, shard in zip(records, lent, strict=True)]
-        for record, shard in zip(records, shards, strict=True):
-            _unshard_alone(record, shard)
-        self._group._to_unsharded()
-
-    def post_backward(self, *unused: Any) -> None:
-        group = self._group
-        # FSDP2 itself reduces for whoever asked it to divide, or to call him; without gradients it only reshards.
-        if group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None:
-            for record in group.fsdp_params:
-                if (grad := _take_unsharded_grad(record)) is not None:
-                    _give_grad(record, grad)
-        self._end_backward()
-
-
-@torch.no_grad()
-def _lent(fsdp_param: Any) -> tuple[torch.Tensor, bool]:
-    """Return what a lone rank gathers, and if it stays, as ``ExtensionsData.all_gather_metadata`` of ours says."""
-    if hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather"):
-        [shard] = fsdp_param.all_gather_inputs
-        return shard, bool(fsdp_param._extensions_data.all_gather_metadata)
-    return fsdp_param._sharded_param_data, fsdp_param.param_dtype is None
-
-
-@torch.no_grad()
-def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool) -> torch.Tensor | None:
-    """The memory of a shard that its rank can compute with; None where it got a copy of it.
-
-    What stands in ``FSDPParam.all_gather_outputs`` FSDP2 frees when it reshards: never the memory of a shard.
-    """
-    gathered = getattr(fsdp_param, "_unsharded_param", None)
-    was_shard = not fsdp_param.all_gather_outputs
-    if gathered is not None and (was_shard != stays or (stays and gathered.data_ptr() != shard.data_ptr())):
-        del fsdp_param._unsharded_param  # of memory that is no longer the shard's
-        fsdp_param.all_gather_outputs = []
-    if stays:
-        return shard
-    if not fsdp_param.all_gather_outputs:
-        has_cast = hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather")
-        dtype = shard.dtype if has_cast else fsdp_param.param_dtype or shard.dtype
-        fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]
-    fsdp_param.alloc_all_gather_outputs()
-    [copy] = fsdp_param.all_gather_outputs
-    with torch.autograd._unsafe_preserve_version_counter(copy):  # type: ignore[attr-defined]
-        copy.copy_(shard)
-    return None
-
-
-@torch.no_grad()
-def _unshard_alone(fsdp_param: Any, shard: torch.Tensor | None) -> None:
-    """Make the gathered parameter of one rank from what `_shard_or_copy` gave."""
-    if shard is None:
-        fsdp_param.init_unsharded_param()
-        return
-    fsdp_param.all_gather_outputs = [shard]
-    try:
-        fsdp_param.init_unsharded_param()
-    finally:
-        fsdp_param.all_gather_outputs = []
-
-
-@torch.no_grad()
-def _give_grad(fsdp_param: Any, grad: torch.Tensor) -> None:
-    """Add the gradient of one rank to its shard's, rounded as a reduction would, and call who waits for it.
-
-    ``Tensor._post_accumulate_grad_hooks``: FSDP2 itself calls them, as autograd knows nothing of the shard.
-    """
-    param = fsdp_param.sharded_param
-    if fsdp_param.reduce_dtype in (torch.bfloat16, torch.float16):
-        grad = grad.to(fsdp_param.reduce_dtype)  # to fp32 it would lose nothing
-    if param.grad_dtype is not None:
-        grad = grad.to(param.grad_dtype)
-    if param.grad is None:
-        param.grad = sharded_like(grad.contiguous(), param)
-    else:
-        param.grad._local_tensor += grad
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
-
-
-def gather_by_itself(fsdp_param: Any, policy: MixedPrecisionPolicy) -> None:
-    """Give one parameter of an FSDP2 group a gather dtype of its own, as all others of the group must have then.
-
-    ``FSDPParam.init_dtype_attrs``: FSDP2 takes the dtypes of all parameters of a group from the group's policy when it
-    first runs. ``FSDPParam.init_unsharded_param``: the gathered parameter, whose gradient has to be fp32 because a
-    group's gradients have one dtype, is made when it is first gathered.
-    """
-    fsdp_param.mp_policy = policy
-    orig_dtype, init_unsharded_param = fsdp_param.sharded_param.dtype, fsdp_param.init_unsharded_param
-
-    def init_dtype_attrs(of_group: MixedPrecisionPolicy) -> None:
-        fsdp_param.orig_dtype = orig_dtype
-        fsdp_param.param_dtype = None if policy.param_dtype == orig_dtype else policy.param_dtype
-        fsdp_param.reduce_dtype = policy.reduce_dtype
-
-    def init_and_take_fp32_gradients() -> None:
-        init_unsharded_param()
-        fsdp_param.unsharded_param.grad_dtype = torch.float32
-
-    fsdp_param.init_dtype_attrs = init_dtype_attrs
-    fsdp_param.init_unsharded_param = init_and_take_fp32_gradients
+    return max((len(group._post_forward_indices) for group in fsdp_param_groups(module)), default=0)
 
 
 def install_extension(fsdp_param: Any, local: torch.Tensor) -> None:

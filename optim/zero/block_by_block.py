@@ -34,7 +34,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload._torch_private import TakingTurns, is_compiled
+from nvme_offload.offload._fsdp_passes import TakingTurns
+from nvme_offload.offload._torch_private import is_compiled
 from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload._torch_private import drop_unsharded_grads
+from nvme_offload.offload._fsdp_passes import drop_unsharded_grads
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError

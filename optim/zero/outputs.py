@@ -10,7 +10,7 @@ from types import FunctionType, MemberDescriptorType, ModuleType
 import torch
 from torch import nn
 
-from nvme_offload.offload._torch_private import hook_outputs
+from nvme_offload.offload._fsdp_passes import hook_outputs
 
 _HOLDS_NONE = (str, bytes, bytearray, int, float, complex, type, FunctionType, ModuleType, nn.Module)
 

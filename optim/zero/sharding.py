@@ -16,13 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._torch_private import (
-    compute_on_shards,
-    fsdp_params,
-    gather_by_itself,
-    is_compiled,
-    refuse_conversion,
-)
+from nvme_offload.offload._fsdp_passes import compute_on_shards, gather_by_itself
+from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.optim.layout.blocks import params_outside

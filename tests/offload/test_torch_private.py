@@ -11,23 +11,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload import _torch_private
+from nvme_offload.offload import _fsdp_passes, _torch_private
+from nvme_offload.offload._fsdp_passes import (
+    TakingTurns,
+    compute_on_shards,
+    drop_unsharded_grads,
+    gather_by_itself,
+    hook_outputs,
+)
 from nvme_offload.offload._torch_private import (
     ATTENTION,
     METADATA_GLOBALS,
-    TakingTurns,
     argument_of,
     base_of,
-    compute_on_shards,
-    drop_unsharded_grads,
     fake_tensors,
     foreach_of,
     fsdp_groups,
+    fsdp_param_groups,
     fsdp_params,
-    gather_by_itself,
     gathered_params,
     give_shard,
-    hook_outputs,
     install_extension,
     is_cast,
     is_view,
@@ -185,6 +188,7 @@ def look_at_fsdp(rank, world_size):
     fully_shard(module, mesh=mesh)
     (record,) = fsdp_params(module)
     assert fsdp_groups(module) == [[record]]
+    assert [group.fsdp_params for group in fsdp_param_groups(module)] == [[record]]
     shard = local_tensor(module.weight)
     assert record.sharded_param is module.weight
     assert shard.shape == (3 - rank, 3)
@@ -463,8 +467,7 @@ def test_forwards_and_backwards_take_turns(alone):
 
 
 def test_every_function_is_named_here():
-    named = {name for name in globals() if hasattr(_torch_private, name) and not name.startswith("__")}
-    assert set(_torch_private.__all__) <= named
+    assert {*_torch_private.__all__, *_fsdp_passes.__all__} <= globals().keys()
 
 
 def test_without_torch_function():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.offload._torch_private import _GroupOfOne
+from nvme_offload.offload._fsdp_passes import _GroupOfOne
 from nvme_offload.offload.devices import device
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.shards import departures
