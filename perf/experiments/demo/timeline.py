@@ -32,7 +32,7 @@ LANES = {
     "drive writes": ("write",),
 }
 READING = (
-    "Bars above one another happen at the same time: while one subgroup is updated, others are read and written. "
+    "Bars above one another happen at the same time: while one subgroup is updated, others are read and written.\n"
     "At the left the step before goes on under the forward."
 )
 
