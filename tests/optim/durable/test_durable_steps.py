@@ -266,7 +266,7 @@ def test_a_step_that_a_killed_life_has_written_over_is_not_gone_back_to_and_noth
         optimizer.param_groups[0]["lr"] = 0.5
         optimizer.client_state["note"] = "not committed"
         generator = torch.get_rng_state()
-        with pytest.raises(StateError, match=r"a committed step 2 that is whole, actual rank 0: .*checksum"):
+        with pytest.raises(StateError, match=r"a committed step 2 that is whole, actual .*checksum"):
             optimizer.rewind()
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert optimizer.client_state == {"note": "not committed"}
