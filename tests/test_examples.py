@@ -73,10 +73,10 @@ def assert_trained(output):
 @pytest.mark.parametrize(
     ("script", "how"),
     [
-        ("train_with_torchrun.py", by_torchrun),
+        ("train_with_torchrun.py", launched),
         ("train_with_fsdp2.py", launched),
         ("train_with_trainer.py", launched),
-        *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in list(SIZES)[1:]),
+        *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in SIZES),
     ],
 )
 def test_an_example_trains_on_two_ranks(script, how, drive, tmp_path):

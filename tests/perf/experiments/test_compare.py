@@ -21,6 +21,7 @@ def compared(*options, folder, status=0):
     return said("compare", *small, *options, status=status)
 
 
+@pytest.mark.slow
 def test_ours_beside_a_run_in_memory(tmp_path):
     compared("--with", "memory", "--save", tmp_path / "saved", folder=tmp_path)
     file = next((tmp_path / "saved").glob("*.json"))

@@ -186,6 +186,7 @@ def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path):
     demo_process = subprocess.Popen(
         [*COMMAND, "--steps", "10000", "--out", str(tmp_path)],
