@@ -253,7 +253,7 @@ def test_a_model_without_an_optimizer_is_only_run(alone, tmp_path):
 
 
 def changed(rank, world_size, folder):
-    """What a rank has of a trained and of a frozen weight that the last one changed, after a step at a rate of 0."""
+    """The last rank changes a trained and a frozen weight; return what each rank has after a step at a rate of 0."""
     model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False))
     model[1].weight.requires_grad_(False)
     place = {"device": "nvme", "nvme_path": folder}

@@ -6,8 +6,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nvme_offload import initialize
+from nvme_offload import StateError, initialize
 from tests.support.build import token_loss
+from tests.support.interrupts import struck
+from tests.support.sharded_model import assert_same, full_state
+from tests.support.training import noted
 
 VOCABULARY = 89
 ACCUMULATION = 2
@@ -132,3 +135,30 @@ def train_step(engine, step, rank=0, length=7):
     for micro in range(engine.gradient_accumulation_steps):
         engine.backward(loss_of(engine, step, micro, rank, length))
         engine.step()
+
+
+def strike_each(interrupts, engine, twin, step, go_on, load, *, may_refuse):
+    """Have an engine do the steps of its twin, struck at another point in each; yield it and the interrupt behind each.
+
+    Args:
+        step, go_on: do a step, and what is left of one, of an engine with a number.
+        load: has an engine, which refused to go on, take over its twin's state; returns the one to go on with.
+        may_refuse: whether it may.
+    """
+    for number, interrupt in enumerate(interrupts):
+        step(twin, number)
+        before = engine.global_steps
+        if struck(interrupt, lambda engine=engine, number=number: step(engine, number)) is not None:
+            torch.set_grad_enabled(True)  # which a cut constructor of torch.no_grad leaves off
+        try:
+            if engine.global_steps == before:
+                go_on(engine, number)
+            state = full_state(engine.module, engine.optimizer)
+        except (StateError, AssertionError, RuntimeError):
+            assert may_refuse, interrupt.place
+            engine = load(engine)
+            state = full_state(engine.module, engine.optimizer)
+        with noted(f"struck at {interrupt.place}"):
+            assert_same(state, full_state(twin.module, twin.optimizer))
+            assert engine.global_steps == twin.global_steps
+        yield engine, interrupt

@@ -69,7 +69,7 @@ def _problem(run, names, pinned, truth):
 
 
 def problems(paths, monkeypatch, *, every=False, num_random=150, seed=0):
-    """What is wrong after the crashes; `every`: also with any change alone, and all but any, lost at every moment."""
+    """List what is wrong after crashes; `every`: also with any change alone, and all but any, lost at every moment."""
     history, truth = recorded(paths)
     folder = paths[0].parent.with_name("after")
     losses = history.power_losses(at_most=2, num_random=num_random, seed=seed)

@@ -142,7 +142,7 @@ class SaveCase:
         return ""
 
     def problems(self, crashes: Any) -> list[str]:
-        """Of all crashes, each with what led to it."""
+        """List the problems of all crashes, each with the crash."""
         found = ((self.problem(crash), crash) for crash in crashes)
         return [f"{problem}: {crash}" for problem, crash in found if problem]
 
@@ -152,7 +152,7 @@ class SaveCase:
 
 
 def save_again(root: Path, tag: str) -> None:
-    """What the next save does around the bytes of its tensors."""
+    """Do what the next save does around the bytes of its tensors."""
     root.mkdir(parents=True, exist_ok=True)
     partial = files.begin(root, tag)
     files.write_manifest(partial, {STATE: files.write_durably(partial / STATE, b"{}")})
@@ -177,7 +177,7 @@ CASES = {
 
 @pytest.fixture
 def undurable(monkeypatch):
-    """What is restored needs no drive."""
+    """A restored state needs no drive."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -350,7 +350,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path):
 
 
 ON_THE_PATH = ("nvme-offload-1-0/notes.txt", ".nvme-offload-2-0/lock/mine", "nvme-offload-mine/swap", "swap", "lock")
-"""What others have on the path of the swap files, named as ours are."""
+"""Others have these on the path of the swap files, named as ours are."""
 
 
 def train_two_steps(engine):

@@ -374,7 +374,7 @@ def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(dr
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, period):
-    """Where its sync fails; of a manifest that is not written see test_full_disk.py."""
+    """Its sync fails; of a manifest that is not written see test_full_disk.py."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "no space is left")

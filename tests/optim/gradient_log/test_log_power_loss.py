@@ -80,7 +80,7 @@ def problem(crash, truth, folder, monkeypatch):
 
 
 def problems(folder, monkeypatch, *, num_random, seed=0, num_crashes=None):
-    """What is wrong after the crashes, one by one; after some of them, drawn, where `num_crashes` says how many."""
+    """Yield what is wrong after each crash; of drawn ones, where `num_crashes` says how many."""
     drive = folder / "drive"
     drive.mkdir()
     with Recording(drive) as recording:

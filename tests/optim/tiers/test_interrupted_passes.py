@@ -4,10 +4,8 @@ import contextlib
 import gc
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload import StateError
 from tests.support.interrupts import (
     EACH,
     OURS,
@@ -23,8 +21,7 @@ from tests.support.interrupts import (
     struck,
 )
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
-from tests.support.training import noted
+from tests.support.tiers import EVERYTHING, loss_of, make, section, strike_each, train_step
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
@@ -77,29 +74,20 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, insi
     config, of_twin = sections(drive, mode)
     engine = make(config, num_layers=2)
     with make(of_twin, num_layers=2) as twin:
-        for number, interrupt in enumerate(every(stride, strike, FRAMES[inside])):
-            train_step(twin, number)
-            before = engine.global_steps
-            try:
-                with interrupt:
-                    train_step(engine, number)
-            except (Struck, KeyboardInterrupt):
-                torch.set_grad_enabled(True)  # which a cut constructor of torch.no_grad leaves off
-            try:
-                if engine.global_steps == before:
-                    go_on(engine, number)
-                state = full_state(engine.module, engine.optimizer)
-            except (StateError, AssertionError, RuntimeError):
-                assert strike is raise_struck or inside == "torch", interrupt.place
-                twin.save_checkpoint(root)
-                if inside == "torch":  # FSDP2 does not know any more what it has gathered
-                    engine.close()
-                    engine = make(config, num_layers=2)
-                engine.load_checkpoint(root)
-                state = full_state(engine.module, engine.optimizer)
-            with noted(f"struck at {interrupt.place}"):
-                assert_same(state, full_state(twin.module, twin.optimizer))
-                assert engine.global_steps == twin.global_steps
+
+        def load(engine):
+            twin.save_checkpoint(root)
+            if inside == "torch":  # FSDP2 does not know any more what it has gathered
+                engine.close()
+                engine = make(config, num_layers=2)
+            engine.load_checkpoint(root)
+            return engine
+
+        may_refuse = strike is raise_struck or inside == "torch"
+        interrupts = every(stride, strike, FRAMES[inside])
+        for engine, interrupt in strike_each(  # noqa: B020
+            interrupts, engine, twin, train_step, go_on, load, may_refuse=may_refuse
+        ):
             engine.optimizer.synchronize()
             interrupt.kept = None  # what its frames hold
             gc.collect()

@@ -14,11 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
 from tests.support.failing_drive import Failing, Op
-from tests.support.interrupts import EACH, SLOW, STRIKES, Struck, every, raise_struck
+from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, be_eager, make, section
-from tests.support.training import noted
+from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
 
 PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
@@ -615,27 +614,16 @@ def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, 
 def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path, stride, strike):
     config, of_twin = config_of(tmp_path / "drive", "vertical", 3, **EVERYTHING), config_of(None, "horizontal", 3)
     (tmp_path / "drive").mkdir()
-    engine = make(config, num_layers=2)
-    with make(of_twin, num_layers=2) as twin:
-        for number, interrupt in enumerate(every(stride, strike)):
-            step_of(twin, number)
-            before = engine.global_steps
-            try:
-                with interrupt:
-                    step_of(engine, number)
-            except (Struck, KeyboardInterrupt):
-                torch.set_grad_enabled(True)  # which a cut constructor of torch.no_grad leaves off
-            try:
-                if engine.global_steps == before:
-                    go_on(engine, number)
-                state = full_state(engine.module, engine.optimizer)
-            except (StateError, AssertionError, RuntimeError):
-                assert strike is raise_struck, interrupt.place
-                twin.save_checkpoint(tmp_path / "checkpoints")
-                engine.load_checkpoint(tmp_path / "checkpoints")
-                state = full_state(engine.module, engine.optimizer)
-            with noted(f"struck at {interrupt.place}"):
-                assert_same(state, full_state(twin.module, twin.optimizer))
-                assert not threads()
+    with make(of_twin, num_layers=2) as twin, make(config, num_layers=2) as engine:
+
+        def load(engine):
+            twin.save_checkpoint(tmp_path / "checkpoints")
+            engine.load_checkpoint(tmp_path / "checkpoints")
+            return engine
+
+        may_refuse = strike is raise_struck
+        for _, interrupt in strike_each(
+            every(stride, strike), engine, twin, step_of, go_on, load, may_refuse=may_refuse
+        ):
+            assert not threads(), interrupt.place
             interrupt.kept = None
-    engine.close()
