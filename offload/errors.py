@@ -33,12 +33,15 @@ All of them survive pickling, so a worker process can hand them to its parent.
 
 import errno as errno_names
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from nvme_offload.offload.units import format_bytes
+
+E = TypeVar("E", bound=Enum)
 
 Direction = Literal["read", "write", "allocate"]
 
@@ -232,6 +235,13 @@ class StateError(OffloadError):
 
     def __str__(self) -> str:
         return f"{self.name}: expected {self.expected}, actual {self.actual}"
+
+
+def check_may_follow(name: str, may_follow: Mapping[E, Collection[E]], present: E, following: E) -> None:
+    """Raise StateError, about `name`, where the table of a state does not have `following` behind the present one."""
+    if following not in may_follow[present]:
+        expected = " or ".join(str(before.value) for before, after in may_follow.items() if following in after)
+        raise StateError(name, f"{expected} before {following.value}", str(present.value))
 
 
 class PeerError(OffloadError):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from nvme_offload.offload._torch_private import storage_identity, version_of
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import check_may_follow
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 
@@ -97,9 +97,7 @@ class SavedRecord:
 
         The memory is None on the tier and on the way from it. A transfer may begin with the residency.
         """
-        if residency not in _MAY_FOLLOW[self.residency]:
-            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
-            raise StateError(self.name, f"{expected} before {residency.value}", self.residency.value)
+        check_may_follow(self.name, _MAY_FOLLOW, self.residency, residency)
         self.residency, self.transfer = residency, transfer or self.transfer
         if (holder := self.holder) is not None:
             holder.hold(memory)

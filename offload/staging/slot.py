@@ -29,7 +29,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.errors import CorruptionError, StateError
+from nvme_offload.offload.errors import CorruptionError, StateError, check_may_follow
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.home import VISITING, Home
 from nvme_offload.offload.storage.extent import Extent
@@ -101,9 +101,7 @@ class Slot:
 
     def become(self, residency: Residency) -> None:
         """Change the residency, or raise StateError. A transfer belongs to the old one and is let go."""
-        if residency not in _MAY_FOLLOW[self.residency]:
-            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if residency in after)
-            raise StateError(self.name, f"{expected} before {residency.value}", self.residency.value)
+        check_may_follow(self.name, _MAY_FOLLOW, self.residency, residency)
         # No call in between: a signal handler sees both changed or neither.
         self.transfer = None
         self.residency = residency

@@ -20,7 +20,7 @@ from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.durable.committer import Committer
 from nvme_offload.offload.durable.manifest import NO_COMMIT
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import StateError, check_may_follow
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -98,9 +98,7 @@ class LatestCommit:
 
     def become(self, state: CommitState) -> None:
         """Change the state; StateError: it does not follow the present one."""
-        if state not in _MAY_FOLLOW[self.state]:
-            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if state in after)
-            raise StateError("the latest commit", f"{expected} before {state.value}", self.state.value)
+        check_may_follow("the latest commit", _MAY_FOLLOW, self.state, state)
         # No call in between: a signal handler sees both or neither.
         self._turn_is_over = self._turn_is_over or state in _ENDS_TURN
         self.state = state

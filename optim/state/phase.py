@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nvme_offload.offload._torch_private import version_of
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import StateError, check_may_follow
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.state.condition import Condition, Need, StepPhase, checkpoint_text
 from nvme_offload.optim.state.slots import SlotRecord
@@ -119,9 +119,7 @@ class StepRecord(Condition):
         """Change the phase, or raise StateError. If a kernel was cut off, any phase but DONE becomes SPOILT."""
         if self.is_in_kernel and phase is not StepPhase.DONE:
             phase = StepPhase.SPOILT
-        if phase not in _MAY_FOLLOW[self.phase]:
-            expected = " or ".join(before.value for before, after in _MAY_FOLLOW.items() if phase in after)
-            raise StateError(f"step {self.number}", f"{expected} before {phase.value}", self.phase.value)
+        check_may_follow(f"step {self.number}", _MAY_FOLLOW, self.phase, phase)
         self.phase = phase
 
     @property
