@@ -288,6 +288,7 @@ class ActivationStore:
             self._bury()
             if self._leaving.pop(number, None) is not None and number in self._records:
                 self._let_go(self._records[number])
+                self._read_ahead()  # a backward that came as far as this waited for the copy to end
             self._changed.notify_all()
 
     def _end_write(self, number: int, transfer: TensorTransfer[None]) -> None:

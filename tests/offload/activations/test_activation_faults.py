@@ -177,7 +177,7 @@ def test_what_is_written_is_what_was_saved_less_the_budget(tmp_path):
             train_once(model, swapper.saving)
             stats = swapper.stats()
         assert abs(stats.written_bytes - (stats.saved_bytes - budget)) <= 0.01 * stats.saved_bytes
-        assert stats.read_bytes == stats.written_bytes
+        assert stats.read_bytes <= stats.written_bytes  # one that is asked for while it is copied is still there
         assert stats.num_reads_foreseen == stats.num_reads
         assert stats.peak_held_bytes <= budget + 25_600
 

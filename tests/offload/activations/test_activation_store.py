@@ -54,6 +54,30 @@ def test_what_comes_next_is_read_before_it_is_asked_for(swapper, way):
     assert stats.num_kept == 0
 
 
+def test_a_copy_that_ends_in_backward_is_read_before_it_is_asked_for(tmp_path, monkeypatch):
+    """It begins early, while the budget has room for all, so that no forward waits for it."""
+    may_end, has_ended = threading.Event(), threading.Event()
+    with ActivationSwapper(section(tmp_path, host_budget=5 * SIZE + 1024), model=Layers()) as swapper:
+        end = swapper._store._end_copy
+
+        def end_late(number):
+            assert may_end.wait(60)
+            end(number)
+            has_ended.set()
+
+        monkeypatch.setattr(swapper._store, "_end_copy", end_late)
+        handles = [swapper.keep(tensor) for tensor in tensors(5)]
+        for number in (4, 3, 2, 1):
+            assert (handles[number].take() == number).all()
+            handles[number] = None
+        may_end.set()
+        assert has_ended.wait(60)
+        assert (handles[0].take() == 0).all()
+        stats = swapper.stats()
+    assert stats.written_bytes == stats.read_bytes == SIZE
+    assert stats.num_reads_foreseen == 1
+
+
 def test_handles_that_die_while_they_are_written_and_read_leave_nothing(swapper, tmp_path):
     for _ in range(20):
         handles = [swapper.keep(tensor) for tensor in tensors(12)]
