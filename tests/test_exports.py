@@ -99,9 +99,8 @@ def test_aio_native():
 
 def test_adapters():
     """They are at the face, too, but a star import must not import the packages of their trainers."""
-    assert (
-        adapters.__all__ == dir(adapters) == ["OffloadLightningCallback", "OffloadTrainerCallback", "trainer_optimizer"]
-    )
+    names = ["OffloadLightningCallback", "OffloadTrainer", "OffloadTrainerCallback", "trainer_optimizer"]
+    assert adapters.__all__ == dir(adapters) == names
     assert not {*adapters.__all__} & {*nvme_offload.__all__}
     assert [getattr(nvme_offload, name) for name in adapters.__all__] == [
         vars(adapters)[name] for name in adapters.__all__
@@ -113,7 +112,7 @@ def test_an_adapter_says_which_package_it_needs():
 import sys
 sys.modules["lightning"] = sys.modules["transformers"] = None
 import nvme_offload
-for name in ("OffloadLightningCallback", "OffloadTrainerCallback"):
+for name in ("OffloadLightningCallback", "OffloadTrainer", "OffloadTrainerCallback"):
     try:
         getattr(nvme_offload, name)()
     except ImportError as error:
@@ -122,6 +121,7 @@ for name in ("OffloadLightningCallback", "OffloadTrainerCallback"):
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert said == (
         "OffloadLightningCallback needs lightning: pip install lightning; "
+        "OffloadTrainer needs transformers, accelerate: pip install transformers accelerate; "
         "OffloadTrainerCallback needs transformers: pip install transformers; "
     )
 

@@ -53,7 +53,8 @@ FOLDERS_BOTTOM_UP = {
         {"step"},
         {"optimizer"},
         {"checkpoint", "optimizers"},
-        {"adapters", "zero"},
+        {"zero"},
+        {"adapters"},
     ),
     "perf": (
         {"measure"},

@@ -15,7 +15,7 @@ def missing(package: str, error: ModuleNotFoundError) -> Any:
     """Return a base class for a package that is not installed: whoever makes an instance is told what it needs."""
 
     def refuse(cls: type, *arguments: Any, **more: Any) -> Any:
-        raise ImportError(f"{cls.__name__} needs {package}: pip install {package}") from error
+        raise ImportError(f"{cls.__name__} needs {package}: pip install {package.replace(',', '')}") from error
 
     return type("Missing", (), {"__new__": refuse})
 

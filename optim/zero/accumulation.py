@@ -15,6 +15,7 @@ class Accumulation:
 
     def __init__(self, num_micro_batches: int, *, is_pipelined: bool, reduces_once: bool) -> None:
         self.num_micro_batches = num_micro_batches
+        self._num_in_step = num_micro_batches
         self.micro_steps = 0
         """Micro-batches that ended since the latest boundary."""
         self.has_backward = False
@@ -33,7 +34,7 @@ class Accumulation:
         """Whether the micro-batch under way is the last of its step; always true in a pipeline."""
         if self._is_pipelined:
             return True
-        return self.micro_steps + 1 >= self.num_micro_batches if self.boundary is None else self.boundary
+        return self.micro_steps + 1 >= self._num_in_step if self.boundary is None else self.boundary
 
     @property
     def reduces_late(self) -> bool:
@@ -43,10 +44,14 @@ class Accumulation:
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""
         self.micro_steps, self.has_backward, self.is_whole = 0, False, False
+        self._num_in_step = self.num_micro_batches
 
-    def begin_whole(self, num_micro_batches: int) -> None:
-        """Begin a step of ``engine.accumulate``; ValueError if a step has another number of micro-batches."""
-        if num_micro_batches != self.num_micro_batches:
+    def begin_whole(self, num_micro_batches: int, *, divides: bool) -> None:
+        """Begin a step of ``engine.accumulate``, which divides losses by the number of micro-batches that it has to be.
+
+        ValueError if it is another one.
+        """
+        if num_micro_batches != self.num_micro_batches and (divides or not num_micro_batches):
             raise ValueError(
                 f"engine.accumulate was given {num_micro_batches} micro-batches, and gradient_accumulation_steps = "
                 f"{self.num_micro_batches}: hand in all micro-batches of a step, or change that key"
@@ -62,11 +67,11 @@ class Accumulation:
             )
         if not torch.is_grad_enabled():
             raise RuntimeError("engine.accumulate was called without gradients: call it outside of torch.no_grad()")
-        self.is_whole = True
+        self.is_whole, self._num_in_step = True, num_micro_batches
 
     def end_whole(self) -> None:
         """Note that all micro-batches of the step are done: ``engine.step()`` acts."""
-        self.micro_steps, self.has_backward = self.num_micro_batches - 1, True
+        self.micro_steps, self.has_backward = self._num_in_step - 1, True
 
     def is_complete(self) -> bool:
         """Whether nothing but ``engine.step()`` is missing."""
@@ -88,7 +93,7 @@ class Accumulation:
     def progress(self) -> str:
         """Return how far the step is, in words; empty between two steps."""
         done = self.micro_steps + self.has_backward
-        return f"{done} of {max(done, self.num_micro_batches)} micro-batches done" if done else ""
+        return f"{done} of {max(done, self._num_in_step)} micro-batches done" if done else ""
 
     @contextmanager
     def waiting(self, stage: int) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
 from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
-from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep
+from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.schedulers import take_on_groups
 from nvme_offload.optim.zero.update import Update
@@ -284,7 +285,9 @@ class OffloadEngine(CheckpointEngine):
             torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
             self._accumulation.has_backward = True
 
-    def accumulate(self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Iterable[Any]) -> list[torch.Tensor]:
+    def accumulate(
+        self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Iterable[Any], *, scale_wrt_gas: bool = True
+    ) -> list[torch.Tensor]:
         """Run forward and backward of all micro-batches of a step; `step` comes next, and acts.
 
         They go block by block where ``micro_batch_order`` says so: then each block of the model is gathered twice in a
@@ -296,6 +299,8 @@ class OffloadEngine(CheckpointEngine):
             loss_of: called with each micro-batch, calls the engine and returns a scalar. In block order it runs in a
                 thread of its own, and all of them go on by turns.
             micro_batches: all of the step, ``gradient_accumulation_steps`` of them.
+            scale_wrt_gas: divide each loss by their number. If not, losses are shares of the step's already, and there
+                may be any number of them, the same on every rank.
 
         Returns:
             The losses, without their graphs, neither divided nor scaled.
@@ -307,34 +312,42 @@ class OffloadEngine(CheckpointEngine):
             SwapIOError, CorruptionError, StateError, KeyboardInterrupt: as `backward`.
         """
         batches = list(micro_batches)
+        if not scale_wrt_gas:
+            check_alike(len(batches), self.mesh)
         try:
-            self._accumulation.begin_whole(len(batches))
+            self._accumulation.begin_whole(len(batches), divides=scale_wrt_gas)
         except ValueError as error:
             self._peers.tell("accumulate", error, goes_on=True)
             raise
-        step = WholeStep(loss_of, batches, self._begin_backward, self._drop_gradients, self.optimizer.catch_up)
+        share = len(batches) if scale_wrt_gas else 1
+        begin_backward = partial(self._begin_backward, share)
+        step = WholeStep(loss_of, batches, begin_backward, self._drop_gradients, self.optimizer.catch_up)
         losses = self._micro_batches.go_through(step)
-        return self._one_by_one(loss_of, batches) if losses is None else losses
+        return self._one_by_one(loss_of, batches, share) if losses is None else losses
 
-    def _begin_backward(self, loss: torch.Tensor | None, is_last: bool, is_final: bool) -> torch.Tensor | None:
+    def _begin_backward(
+        self, share: int, loss: torch.Tensor | None, is_last: bool, is_final: bool
+    ) -> torch.Tensor | None:
         """Before backward through a part of the model: see `WholeStep`."""
         self.optimizer.expect_step(is_last and is_final, by_turns=True)
         self._set_sync(waits=self._accumulation.reduces_once and not is_last)
         if loss is None:
             return None
         check_loss(loss)
-        return self._scaled(loss, self.gradient_accumulation_steps)
+        return self._scaled(loss, share)
 
-    def _one_by_one(self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any]) -> list[torch.Tensor]:
+    def _one_by_one(
+        self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], share: int
+    ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         with self._passes.run("accumulate", self._drop_gradients, self._accumulation.is_complete):
-            self._accumulation.begin_whole(len(micro_batches))
+            self._accumulation.begin_whole(len(micro_batches), divides=False)
             for batch in micro_batches:
                 if losses:
                     self._accumulation.end_micro_batch()
                     self._set_sync()
                 loss = loss_of(batch)
-                self._backward(loss, self.gradient_accumulation_steps)
+                self._backward(loss, share)
                 losses.append(loss.detach())
         return losses
 

@@ -121,3 +121,12 @@ class MicroBatches:
                 raise BlockOrderError(
                     RuntimeError(f"rank {rank} has gone through other blocks: {others} and not {list(names)}")
                 )
+
+
+def check_alike(num_micro_batches: int, mesh: DeviceMesh) -> None:
+    """Raise ValueError on every rank if they have different numbers of micro-batches. Collective."""
+    found = gather(num_micro_batches, *mesh.get_all_groups())
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"engine.accumulate: ranks have different numbers of micro-batches in a step, by rank: {found}"
+        )

@@ -1,6 +1,7 @@
 """The public names: type checkers read them here, and so does `__init__.py`, which imports each when it is used."""
 
 from nvme_offload.adapters import OffloadLightningCallback as OffloadLightningCallback
+from nvme_offload.adapters import OffloadTrainer as OffloadTrainer
 from nvme_offload.adapters import OffloadTrainerCallback as OffloadTrainerCallback
 from nvme_offload.adapters import trainer_optimizer as trainer_optimizer
 from nvme_offload.aio_native.engine import EngineUnavailable

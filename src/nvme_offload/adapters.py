@@ -1,4 +1,4 @@
-"""Callbacks for others' trainers. Each needs the package of its trainer, which is imported with the name.
+"""Others' trainers, and callbacks for them. Each needs the package of its trainer, which is imported with the name.
 
 In Hugging Face's `Trainer`::
 
@@ -6,6 +6,8 @@ In Hugging Face's `Trainer`::
 
     trainer = Trainer(..., optimizer_cls_and_kwargs=trainer_optimizer("ds_config.json", settings))
     OffloadTrainerCallback().add_to(trainer)
+
+`OffloadTrainer` is one over an engine of `initialize`.
 
 In Lightning's: ``Trainer(callbacks=[OffloadLightningCallback()])``.
 """

@@ -495,6 +495,44 @@ def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, 
     compare(*ends)
 
 
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_losses_may_be_shares_of_the_step_already_and_any_number(alone, tmp_path, order):
+    ends = []
+    for divides in (True, False):
+        count = 4 if divides else 2
+        with make(config_of(tmp_path, order, count), num_layers=2) as engine:
+            for number in range(2):
+                batches = micro_batches(number, 4)
+                share = partial(loss_of, engine) if divides else lambda tokens: loss_of(engine, tokens) / 4
+                losses = engine.accumulate(share, batches, scale_wrt_gas=divides)
+                assert len(losses) == 4
+                engine.step()
+            assert engine.global_steps == 2
+            ends.append(full_state(engine.module, engine.optimizer))
+            engine.backward(loss_of(engine, batches[0]))
+            engine.step()
+            assert engine.micro_steps == (1 if count > 1 else 0), "a step of the loop is as it was"
+    assert_same(*ends)
+
+
+def have_other_numbers(rank, world_size, path):
+    with make(config_of(path, "vertical", 2, **EVERYTHING), num_layers=2) as engine:
+        batches = micro_batches(0, 2 + rank)
+        with pytest.raises(ValueError, match=r"different numbers of micro-batches in a step, by rank: {0: 2, 1: 3}"):
+            engine.accumulate(partial(loss_of, engine), batches, scale_wrt_gas=False)
+        step_of(engine, 0, rank)
+        if rank:
+            with pytest.raises(ValueError, match="given 3 micro-batches, and gradient_accumulation_steps = 2"):
+                engine.accumulate(partial(loss_of, engine), batches)
+        step_of(engine, 1, rank)
+        return engine.get_global_grad_norm()
+
+
+def test_ranks_with_other_numbers_of_micro_batches_get_words(tmp_path):
+    first, second = run_ranks(have_other_numbers, 2, tmp_path)
+    assert first == second
+
+
 def test_wrong_use_gets_words(alone, tmp_path):
     with make(config_of(tmp_path, "auto", 2), num_layers=2) as engine:
         batches, loss = micro_batches(0, 2), partial(loss_of, engine)

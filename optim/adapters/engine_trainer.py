@@ -1,0 +1,143 @@
+"""Hugging Face's `Trainer` over an engine: a sharded model, with parameters and gradients on tiers, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.optim.adapters.figures import missing
+from nvme_offload.optim.zero.engine import OffloadEngine
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as error:
+    Trainer = missing("transformers, accelerate", error)  # type: ignore[misc, unused-ignore]
+    AcceleratedOptimizer = object  # type: ignore[misc, assignment, unused-ignore]
+
+
+class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """A `Trainer` whose model, steps and checkpoints are an engine's: it hands in all micro-batches of a step at once.
+
+    Losses, their shares of a step, logs, schedule and callbacks are `Trainer`'s; clipping and precision the section's,
+    which has to say the same as `args`: make it by ``OffloadConfig.from_training_arguments``. Callbacks at the end of a
+    micro-batch come when all of the step are computed. To go with a subclass of `Trainer`, put this class in front:
+    ``class Mine(OffloadTrainer, SFTTrainer)``.
+
+    Args:
+        engine: made by `initialize`, and closed by its owner.
+        args: of the run.
+        given: what else `Trainer` takes, but for a model and an optimizer; a schedule is one of ``engine.optimizer``.
+
+    Raises:
+        ConfigError: the section says something else than `args`.
+        ValueError: the section has a schedule, or one process has several devices.
+    """
+
+    def __init__(self, engine: OffloadEngine, args: TrainingArguments, **given: Any) -> None:
+        OffloadConfig.from_training_arguments(engine.config.model_dump(mode="json", exclude_unset=True), args)
+        if engine.lr_scheduler is not None:
+            raise ValueError("OffloadTrainer: the schedule is Trainer's; leave scheduler out of the section")
+        if args.n_gpu > 1:
+            raise ValueError(f"OffloadTrainer: this process has {args.n_gpu} devices; start one for each, by torchrun")
+        self.engine = engine
+        self._micro_batches: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._backwards: list[torch.Tensor] = []
+        """The loss of the micro-batch from which `Trainer` would go backward."""
+        # accelerate puts nothing around it, and Trainer, who shifts smoothed labels by its name, finds the one of old.
+        name = type(engine.module).__name__.removeprefix("FSDP")
+        vars(engine.module).update(_is_accelerate_prepared=True, _get_name=partial(str, name))
+        super().__init__(model=engine.module, args=args, **given)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Have no backward and no clipping but the engine's."""
+        super().create_accelerator_and_postprocess()
+        instead = {"backward": lambda loss, **_: self._backwards.append(loss), "clip_grad_norm_": lambda *_, **__: None}
+        vars(self.accelerator).update(instead)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Return what takes the engine's steps, as one that accelerate has prepared."""
+        self.optimizer = _Steps(self.engine)
+        return self.optimizer
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Take the micro-batches of a step; drop what is left of one that a callback ended."""
+        if self._losses:
+            self.engine.zero_grad()
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._micro_batches, self._losses = samples[0], []
+        return samples
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Return the loss of a micro-batch. The first one of a step runs forward and backward of all."""
+        if not self._losses:
+            one = super().training_step
+
+            def loss_of(batch: Any) -> torch.Tensor:
+                one(model, batch, num_items_in_batch)
+                return self._backwards.pop()
+
+            self._losses = self.engine.accumulate(loss_of, self._micro_batches, scale_wrt_gas=False)
+        return self._losses.pop(0)
+
+    def log(self, logs: dict[str, float], *more: Any, **given: Any) -> None:
+        """Add the norm of the gradients, which is known after the step, to what is logged of it."""
+        if "loss" in logs:
+            logs["grad_norm"] = self.engine.get_global_grad_norm()
+        super().log(logs, *more, **given)
+
+    def _move_model_to_device(self, *_: Any) -> None:
+        """Leave the model where the engine has it."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the weights as `from_pretrained` reads them, and what `Trainer` saves beside them."""
+        folder = Path(output_dir or str(self.args.output_dir))
+        self.engine.export_safetensors(folder, "own")
+        if self.args.should_save:
+            for part in (getattr(self.model, "config", None), self.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(Path(output_dir, "engine"), client_state=self._schedule.state_dict())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            _, schedule = self.engine.load_checkpoint(Path(checkpoint, "engine"))
+            self._schedule.load_state_dict(schedule or {})
+
+    @property
+    def _schedule(self) -> LRScheduler:
+        assert self.lr_scheduler is not None
+        return self.lr_scheduler
+
+    def _load_from_checkpoint(self, *_: Any) -> None:
+        """Load nothing yet: weights come with their state."""
+
+    def _load_best_model(self) -> None:
+        self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
+
+
+class _Steps(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
+    """The engine's optimizer, whose step is the engine's."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self._engine = engine
+
+    def step(self, closure: None = None) -> None:
+        """End the step; `Trainer` does not call it between micro-batches."""
+        skipped = self._engine.optimizer.num_skipped_steps
+        self._engine.step()
+        self._is_overflow = self._engine.optimizer.num_skipped_steps > skipped

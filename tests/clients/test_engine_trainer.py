@@ -1,0 +1,225 @@
+"""Trainer and accelerate's loop over an engine, block by block with everything on NVMe: the bits of the plain loop."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, initialize
+from nvme_offload.adapters import OffloadTrainer, OffloadTrainerCallback
+from tests.clients.test_trainers import METHODS, tokenizer
+from tests.support.accelerated import forget, sharding_on_cpu
+from tests.support.clients import WITH_A_LINE, client
+from tests.support.ranks import be_alone, run_ranks
+from tests.support.sharded_model import assert_same
+from tests.support.small_llama import llama, rows
+from tests.support.tiers import EVERYTHING, section
+
+LR, COUNT = 1e-2, 3
+BLOCKS = "`OffloadTrainer(engine, args, ...)`"
+
+
+@pytest.fixture(autouse=True)
+def group():
+    be_alone()
+    yield
+    torch.distributed.destroy_process_group()
+    forget()
+
+
+def data(number=15):
+    """Rows that have different numbers of labels; the last step of an epoch has fewer micro-batches than the others."""
+    found = rows(number)
+    for length, row in enumerate(found):
+        row["labels"][: length % 13] = -100
+    return found
+
+
+def arguments(folder, kind=TrainingArguments, **more):
+    settings = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": COUNT}
+    settings |= {"learning_rate": LR, "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no"}
+    return kind(output_dir=str(folder), use_cpu=True, report_to="none", **(settings | more))
+
+
+def model(**more):
+    made = llama()
+    vars(made).update(more)
+    return made
+
+
+def engine_of(path, args, order="vertical", made=None, **more):
+    tiers = EVERYTHING if order == "vertical" else {}
+    config = section(path, **tiers) | {"micro_batch_order": order, "bf16": {"enabled": "auto"}, **more}
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    del config["optimizer"]
+    return initialize(made or model(), OffloadConfig.from_training_arguments(config, args))
+
+
+def logged(trainer):
+    return [[entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "learning_rate")]
+
+
+def stock(args, made=None, kind=Trainer, **more):
+    """Losses, learning rates and weights of `Trainer`'s own loop, over a model in memory."""
+    made = made or model()
+    with OffloadAdamW(made.parameters(), lr=LR, weight_decay=0.0, offload={}) as optimizer:
+        trainer = kind(model=made, args=args, optimizers=(optimizer, None), **{"train_dataset": data()} | more)
+        trainer.train()
+        return logged(trainer), {name: param.detach() for name, param in made.named_parameters()}
+
+
+def norms(trainer):
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def sums_of_negatives(outputs, labels, num_items_in_batch):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+LOSSES = {
+    "by tokens": ({}, {}, {}),
+    "by micro-batches": ({"accepts_loss_kwargs": False}, {}, {}),
+    "smoothed": ({}, {"label_smoothing_factor": 0.1}, {}),
+    "a function": ({}, {}, {"compute_loss_func": sums_of_negatives}),
+}
+
+
+@client("transformers", "`Trainer` over an engine, block by block, with everything on NVMe", WITH_A_LINE, BLOCKS)
+@pytest.mark.parametrize("loss", ["by tokens", *(pytest.param(each, marks=pytest.mark.slow) for each in [*LOSSES][1:])])
+def test_losses_and_weights_have_the_bits_of_trainers_loop(tmp_path, loss):
+    of_model, of_args, of_trainer = LOSSES[loss]
+    args = arguments(tmp_path, **of_args)
+    wanted = stock(args, model(**of_model), **of_trainer)
+    with engine_of(tmp_path, args, made=model(**of_model)) as engine:
+        callback = OffloadTrainerCallback()
+        trainer = OffloadTrainer(engine, args, train_dataset=data(), callbacks=[callback], **of_trainer)
+        trainer.train()
+        assert logged(trainer) == wanted[0]
+        assert_same(dict(engine.weights("fp32")), wanted[1])
+        assert engine.optimizer.stats().updates_behind > 0
+        assert [entry["offload/steps"] for entry in trainer.state.log_history if "loss" in entry] == [*range(1, 7)]
+
+
+@client("TRL", "its trainers over an engine, block by block", WITH_A_LINE, "`class Mine(OffloadTrainer, SFTTrainer)`")
+@pytest.mark.parametrize("method", ["SFT", "DPO"])
+def test_trainers_of_trl_have_the_bits_of_their_loop(tmp_path, method):
+    trl = pytest.importorskip("trl", reason="make clients installs it")
+    texts, special, parts = METHODS[method]
+    given = {"train_dataset": pytest.importorskip("datasets").Dataset.from_list(texts[:15])}
+    theirs, made = getattr(trl, f"{method}Trainer"), model()
+    mine = type("Mine", (OffloadTrainer, theirs), {})
+    args = arguments(tmp_path, partial(getattr(trl, f"{method}Config"), bf16=False, **special))
+    wanted = stock(args, made, theirs, processing_class=tokenizer(), **given, **parts())
+    with engine_of(tmp_path, args) as engine:
+        trainer = mine(engine, args, processing_class=tokenizer(), **given, **parts())
+        trainer.train()
+        assert logged(trainer) == wanted[0]
+        assert_same(dict(engine.weights("fp32")), wanted[1])
+
+
+@client(
+    "transformers", "`Trainer` over an engine: clipping, bf16, evaluation, resume, the best model", WITH_A_LINE, BLOCKS
+)
+def test_it_saves_and_resumes(tmp_path):
+    """Clipped as the section says, whose norm is logged; the other run is not struck, and goes one by one in memory."""
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_grad_norm": 0.5,
+    }
+    args = arguments(tmp_path / "out", bf16=True, load_best_model_at_end=True, **saving)
+    ends = []
+    for order, resume in (("horizontal", None), ("vertical", f"{args.output_dir}/checkpoint-2")):
+        with engine_of(tmp_path, args, order) as engine:
+            trainer = OffloadTrainer(engine, args, train_dataset=data(), eval_dataset=data(4))
+            trainer.train(resume_from_checkpoint=resume)
+            ends.append((trainer.state.log_history[:-1], dict(engine.weights("fp32"))))
+            assert trainer.optimizer.param_groups[0]["lr"] == 0
+    for one, other in zip(*(history for history, _ in ends), strict=True):
+        timings = [key for key in one if key.endswith(("_runtime", "_per_second"))]
+        assert {key: one[key] for key in one if key not in timings} == {
+            key: other[key] for key in other if key not in timings
+        }
+    assert_same(*(weights for _, weights in ends))
+    assert min(norms(trainer)) > 0.5, "clipping acts"
+    found = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.bfloat16)
+    assert_same(dict(found.named_parameters()), {name: value.bfloat16() for name, value in ends[1][1].items()})
+
+
+def train_on_ranks(rank, world_size, path):
+    """torch's DDP in `Trainer`, and the engine's shards in ours: gradients are reduced once, and once a micro-batch."""
+    with sharding_on_cpu():
+        args = arguments(path / "out", max_grad_norm=0.5)
+        found = [stock(args)[0]]
+        for order in ("horizontal", "vertical"):
+            with engine_of(path, args, order) as engine:
+                trainer = OffloadTrainer(engine, args, train_dataset=data())
+                trainer.train()
+                found.append(logged(trainer))
+                assert min(norms(trainer)) > 0.5
+    return found
+
+
+@pytest.mark.slow
+def test_on_two_ranks_losses_are_those_of_ddp(tmp_path):
+    for ddp, horizontal, vertical in run_ranks(train_on_ranks, 2, tmp_path):
+        assert vertical == horizontal
+        assert len(ddp[0]) == len(horizontal[0]) > 2
+        torch.testing.assert_close(horizontal, ddp, rtol=0, atol=1e-5)
+
+
+class Stopping(TrainerCallback):
+    """Stops the run in the middle of a step."""
+
+    def on_substep_end(self, args, state, control, **unused):
+        control.should_training_stop = state.global_step == 1
+
+
+def test_what_does_not_go_together_is_said_and_a_run_that_was_stopped_goes_on(tmp_path):
+    args = arguments(tmp_path)
+    with engine_of(tmp_path, args) as engine:
+        with pytest.raises(ConfigError, match=r"args\.max_grad_norm is 1\.0"):
+            OffloadTrainer(engine, arguments(tmp_path, max_grad_norm=1.0))
+        trainer = OffloadTrainer(engine, args, train_dataset=data(), callbacks=[Stopping()])
+        trainer.train()
+        assert engine.global_steps == trainer.state.global_step == 1
+        trainer.pop_callback(Stopping)
+        trainer.train()
+        assert engine.global_steps == 1 + 6
+    with (
+        engine_of(tmp_path, args, scheduler={"type": "WarmupLR", "params": {}}) as engine,
+        pytest.raises(ValueError, match=r"leave scheduler out"),
+    ):
+        OffloadTrainer(engine, args)
+
+
+@client("accelerate", "loop over an engine, block by block", WITH_A_LINE, "`engine.accumulate` takes a step's batches")
+def test_accelerates_loop(tmp_path):
+    """Its loop of `backward` for one micro-batch after the other, and the engine with the same batches."""
+    forget()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=COUNT)
+    batches = accelerator.prepare(DataLoader(data(18), batch_size=2))
+    made = model()
+    with OffloadAdamW(made.parameters(), lr=LR, weight_decay=0.0, offload={}) as optimizer:
+        made, prepared = accelerator.prepare(made, optimizer)
+        wanted = []
+        for batch in batches:
+            with accelerator.accumulate(made):
+                wanted.append(made(**batch).loss)
+                accelerator.backward(wanted[-1])
+                prepared.step()
+                prepared.zero_grad()
+    with engine_of(tmp_path, arguments(tmp_path)) as engine:
+        found, window = [], iter(batches)
+        while micro_batches := [*itertools.islice(window, COUNT)]:
+            found += engine.accumulate(lambda batch: engine(**batch, use_cache=False).loss, micro_batches)
+            engine.step()
+        assert found == wanted
+        assert_same(dict(engine.weights("fp32")), {name: param.detach() for name, param in made.named_parameters()})
