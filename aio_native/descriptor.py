@@ -34,8 +34,23 @@ class Descriptor:
             self._held[:] = []
             os.close(fd)
 
+    def close_in_children(self) -> None:
+        """Close it in what this process forks, too: a lock is of the open file, and would outlive this process there."""
+        _closed_in_children.add(self)
+
     def __enter__(self) -> int:
         return self.fileno()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_closed_in_children: weakref.WeakSet[Descriptor] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for descriptor in list(_closed_in_children):
+        descriptor.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

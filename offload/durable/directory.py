@@ -98,7 +98,6 @@ class DurableDirectory:
     def __init__(self, path: Path, name: str, rank: int) -> None:
         self.path = directory_of(path, name, rank)
         self.name = name
-        self._swap: SwapFile | None = None
         try:
             remove_leftovers(path)
             make_run_folder(self.path)
@@ -120,7 +119,7 @@ class DurableDirectory:
                 if is_at(swap.path, swap.fd):
                     owner.Owner.this().note_in(self.path)
                     sync_folder(self.path)
-                    self._swap = swap
+                    swap.close_in_children()
                     _open.add(self)
                     return swap
             except BaseException:
@@ -147,20 +146,6 @@ class DurableDirectory:
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""
         _open.discard(self)
-        self._swap = None
-
-    def let_go_in_child(self) -> None:
-        """Close the file in a forked child, which shares the lock: that belongs to the open file."""
-        if self._swap is not None:
-            self._swap.close()
 
 
 _open: weakref.WeakSet[DurableDirectory] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    for directory in list(_open):
-        directory.let_go_in_child()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

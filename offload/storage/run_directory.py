@@ -66,6 +66,7 @@ class _Claim:
                 continue
             try:
                 self.lock = _lock_and_rename(hidden, path / name)
+                self.lock.close_in_children()  # with it open in one, a killed run would look alive
                 return path / name
             except (FileExistsError, FileNotFoundError, BlockingIOError) as error:
                 failure = error
@@ -83,11 +84,6 @@ class _Claim:
         with contextlib.suppress(OSError):  # somebody else put something there
             _delete(self.names[-1])
         self.lock.close()
-
-    def drop_lock(self) -> None:
-        """Close the lock file."""
-        if self.lock is not None:
-            self.lock.close()
 
 
 class RunDirectory:
@@ -126,22 +122,8 @@ class RunDirectory:
             self._finalizer.detach()
         _live.discard(self)
 
-    def drop_in_child(self) -> None:
-        """Close the lock file, unless it is. A forked child shares it: with it open, a killed run would look alive."""
-        if self._finalizer.alive:
-            self._finalizer.detach()
-            self._claim.drop_lock()
-
 
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
-
-
-def _drop_all_in_child() -> None:
-    for directory in list(_live):
-        directory.drop_in_child()
-
-
-os.register_at_fork(after_in_child=_drop_all_in_child)
 
 
 def remove_leftovers(path: Path) -> int:

@@ -152,6 +152,10 @@ class SwapFile:
         """Give a range back for later ``take`` calls."""
         self.ranges.give_back(stripe.offset, stripe.size_bytes)
 
+    def close_in_children(self) -> None:
+        """Close the descriptor in what this process forks, which would share its lock."""
+        self._descriptor.close_in_children()
+
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
         self._descriptor.close()
