@@ -145,17 +145,17 @@ class EngineOptions:
 class EngineStats:
     """Counters since the engine was opened."""
 
-    requests: int
+    requests: int = 0
     """Requests completed, repeats included."""
-    retries: int
+    retries: int = 0
     """Requests issued again after a short transfer, EINTR or EAGAIN."""
-    bytes_read: int
-    bytes_written: int
-    depth_ns: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    depth_ns: int = 0
     """Integral of requests in flight over time, in request-nanoseconds."""
-    busy_ns: int
+    busy_ns: int = 0
     """Nanoseconds with at least one request in flight, summed over rings."""
-    cpu_ns: int
+    cpu_ns: int = 0
     """Processor time of the engine's own threads."""
 
     @property
@@ -208,14 +208,10 @@ class Engine(ABC):
 
     @abstractmethod
     def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
-        """Register memory given as (address, size in bytes) and open files, for cheaper requests.
+        """Register memory given as (address, size in bytes) and open files, for cheaper requests; forget what was before.
 
-        Refusal is normal (RLIMIT_MEMLOCK, old kernels) and never an error: the requests stay plain.
+        Needed with nothing before registered memory is unmapped. Refusal is normal (RLIMIT_MEMLOCK, old kernels) and never an error: the requests stay plain.
         """
-
-    @abstractmethod
-    def unregister(self) -> None:
-        """Forget everything registered. Needed before registered memory is unmapped."""
 
     @abstractmethod
     def drain(self) -> None:

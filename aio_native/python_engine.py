@@ -66,10 +66,6 @@ class PythonEngine(Engine):
         self._check_process()
         return Registration()
 
-    def unregister(self) -> None:
-        """Forget everything registered: nothing."""
-        self._check_process()
-
     def stats(self) -> EngineStats:
         """Return the counters since the engine was opened; they can be read after ``close`` too."""
         self._check_process()

@@ -128,10 +128,6 @@ class UringEngine(Engine):
             refusals=tuple(refusals),
         )
 
-    def unregister(self) -> None:
-        """Forget everything registered."""
-        self._engine.register([], [])
-
     def drain(self) -> None:
         """Wait until nothing is under way."""
         while self._engine.under_way():

@@ -110,15 +110,7 @@ class MemoryTier(ABC):
     def stats(self) -> EngineStats:
         """Bytes copied since construction."""
         moved = {op: sum(count for (its_op, _), count in self._bytes_by_kind.items() if its_op is op) for op in Op}
-        return EngineStats(
-            requests=0,
-            retries=0,
-            bytes_read=moved[Op.READ],
-            bytes_written=moved[Op.WRITE],
-            depth_ns=0,
-            busy_ns=0,
-            cpu_ns=0,
-        )
+        return EngineStats(bytes_read=moved[Op.READ], bytes_written=moved[Op.WRITE])
 
     def close(self) -> None:
         """Let all memory go, with its last users. Idempotent."""

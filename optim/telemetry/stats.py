@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, get_args
@@ -326,15 +326,13 @@ class Meter:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Count the time inside as step."""
-        start = time.monotonic_ns()
-        self._inside = threading.get_ident()
-        try:
+        with self.passing("step", count=self._count_step):
+            self._inside = threading.get_ident()
             yield
-        finally:
-            self._inside = None
-            end = time.monotonic_ns()
-            self.step_seconds += (end - start) / 1e9
-            self.spans.append(Span("step", -1, start, end))
+
+    def _count_step(self, seconds: float) -> None:
+        self._inside = None
+        self.step_seconds += seconds
 
     def begin_iteration(self, moved: DriveTotals) -> None:
         """Leave what was since the latest step out of any iteration; `moved` as in `end_iteration`."""
@@ -370,38 +368,36 @@ class Meter:
         found = [span for span in tuple(self.spans) if span.end_ns > self._began_ns]
         return sorted(found, key=lambda span: span.start_ns)
 
-    @contextmanager
-    def waiting(self, cause: Cause = "drive") -> Iterator[None]:
+    def waiting(self, cause: Cause = "drive") -> AbstractContextManager[None]:
         """Count the time inside as waiting, and put it on the timeline."""
-        start = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            end = time.monotonic_ns()
-            self.wait_seconds += (end - start) / 1e9
-            self._waits[cause] = self._waits.get(cause, 0.0) + (end - start) / 1e9
-            self.spans.append(Span("wait", -1, start, end))
 
-    @contextmanager
-    def computing(self, kind: SpanKind, subgroup: int) -> Iterator[None]:
+        def count(seconds: float) -> None:
+            self.wait_seconds += seconds
+            self._waits[cause] = self._waits.get(cause, 0.0) + seconds
+
+        return self.passing("wait", count=count)
+
+    def computing(self, kind: SpanKind, subgroup: int) -> AbstractContextManager[None]:
         """Count the time inside as computing and put it on the timeline."""
-        start = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            end = time.monotonic_ns()
-            seconds = (end - start) / 1e9
+
+        def count(seconds: float) -> None:
             self.compute_seconds += seconds
             if self._inside == threading.get_ident():
                 self._norm_seconds += seconds * (kind == "norm")
                 self._kernel_seconds += seconds * (kind == "compute")
-            self.spans.append(Span(kind, subgroup, start, end))
+
+        return self.passing(kind, subgroup, count)
 
     @contextmanager
-    def passing(self, kind: Literal["forward", "backward", "commit"]) -> Iterator[None]:
-        """Put the time inside on the timeline. From any thread."""
+    def passing(
+        self, kind: SpanKind, subgroup: int = -1, count: Callable[[float], None] | None = None
+    ) -> Iterator[None]:
+        """Put the time inside on the timeline, and `count` its seconds. From any thread."""
         start = time.monotonic_ns()
         try:
             yield
         finally:
-            self.spans.append(Span(kind, -1, start, time.monotonic_ns()))
+            end = time.monotonic_ns()
+            if count is not None:
+                count((end - start) / 1e9)
+            self.spans.append(Span(kind, subgroup, start, end))

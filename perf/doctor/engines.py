@@ -172,7 +172,7 @@ def check_registered_buffers(config: OffloadConfig) -> Finding:
     try:
         pool = BufferPool(section.buffer_count, budget // section.buffer_count)
         registration = engine.register(pool.regions, [])
-        engine.unregister()
+        engine.register([], [])
         pool.close()
     except MemoryError as error:
         remedy = "write a smaller zero_optimization.offload_optimizer.staging_budget"

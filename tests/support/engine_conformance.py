@@ -123,10 +123,10 @@ class DataConformance(EngineTools):
         assert all(refusal.strip() for refusal in registration.refusals)
         assert run(engine, Op.WRITE, memory.segment(fd)).failure is None
         assert run(engine, Op.READ, other.segment(fd)).failure is None  # memory that is not registered
-        engine.unregister()
+        engine.register([], [])
         assert not self.moves_data or other.bytes() == memory.bytes()
         assert run(engine, Op.READ, memory.segment(fd)).failure is None
-        engine.unregister()
+        engine.register([], [])
 
 
 class ErrorConformance(EngineTools):

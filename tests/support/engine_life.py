@@ -114,7 +114,6 @@ def _misuse_in_child(engine: Engine, segment: Segment) -> int:
     for misuse in (
         lambda: engine.submit(Op.READ, [segment]),
         lambda: engine.register([], []),
-        engine.unregister,
         engine.stats,
     ):
         try:

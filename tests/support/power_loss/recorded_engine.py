@@ -39,9 +39,6 @@ class RecordedEngine(Engine):
     def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
         return self._engine.register(buffers, fds)
 
-    def unregister(self) -> None:
-        self._engine.unregister()
-
     def drain(self) -> None:
         self._engine.drain()
 
