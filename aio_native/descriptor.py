@@ -35,7 +35,7 @@ class Descriptor:
             os.close(fd)
 
     def close_in_children(self) -> None:
-        """Close it in what this process forks, too: a lock is of the open file, and would outlive this process there."""
+        """Close it in what this process forks: a lock is of the open file, and would outlive this process there."""
         _closed_in_children.add(self)
 
     def __enter__(self) -> int:

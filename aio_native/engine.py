@@ -208,9 +208,10 @@ class Engine(ABC):
 
     @abstractmethod
     def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
-        """Register memory given as (address, size in bytes) and open files, for cheaper requests; forget what was before.
+        """Register memory given as (address, size in bytes) and open files, for cheaper requests.
 
-        Needed with nothing before registered memory is unmapped. Refusal is normal (RLIMIT_MEMLOCK, old kernels) and never an error: the requests stay plain.
+        What was registered is forgotten: with nothing this is needed before registered memory is unmapped. Refusal is
+        normal (RLIMIT_MEMLOCK, old kernels) and never an error: the requests stay plain.
         """
 
     @abstractmethod

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import weakref
 from collections.abc import Callable, Mapping

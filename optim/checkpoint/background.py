@@ -6,8 +6,9 @@ import errno
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,15 @@ class Share:
 
 
 class BackgroundSave:
-    """Writes what was planned, and gives it its name when all ranks have written theirs. Begins at once."""
+    """Writes what was planned, and has `end` make a checkpoint of it and what others write. Begins at once."""
 
-    def __init__(self, items: PlannedItems, pace: Share, ending: _Ending, on_exit: ExitStack):
+    def __init__(
+        self, items: PlannedItems, pace: Share, others: Others, end: Callable[[RankFile], None], on_exit: ExitStack
+    ) -> None:
         self._items = items
         self._pace = pace
-        self._ending = ending
+        self._others = others
+        self._end = end
         self._on_exit = on_exit
         self._done_bytes = 0
         self.failure: BaseException | None = None
@@ -96,14 +100,14 @@ class BackgroundSave:
 
     def _write(self) -> None:
         try:
-            self._ending.end(self._items.write(self._advance))
+            self._end(self._items.write(self._advance))
         except BaseException as failure:
-            self._ending.others.say_failed(failure)
+            self._others.say_failed(failure)
             raise
 
     def _advance(self, size_bytes: int) -> None:
         self._done_bytes += size_bytes
-        self._ending.others.go_on()
+        self._others.go_on()
         self._pace.rest()
 
 
@@ -131,42 +135,33 @@ def begin_save(
     with store.at_rest(), ExitStack() as on_exit:
         save = agree(training, tag, client_state, values)
         site = CheckpointSite.of(training)
-        partial = on_exit.enter_context(PartialFolder(root, save.tag, site))
-        items = plan_items(partial, save.contents, site)
+        folder = on_exit.enter_context(PartialFolder(root, save.tag, site))
+        items = plan_items(folder, save.contents, site)
         on_every_rank(items.keep_aside, group)
         number = on_first_rank(random_id, group)
-        others = Others(store_of_all_ranks(), number, dist.get_rank(group), partial)
-        return BackgroundSave(items, Share(share), _Ending(partial, save, items, site, others), on_exit.pop_all())
+        others = Others(store_of_all_ranks(), number, dist.get_rank(group), folder)
+        end = partial(_end, folder, save, items, site, others)
+        return BackgroundSave(items, Share(share), others, end, on_exit.pop_all())
 
 
-class _Ending:
-    """A checkpoint is made of what all ranks have written, on those that keep a folder of it."""
-
-    def __init__(
-        self, partial: Path, save: AgreedSave, items: PlannedItems, site: CheckpointSite, others: Others
-    ) -> None:
-        self._partial = partial
-        self._save = save
-        self._items = items
-        self._site = site
-        self.others = others
-
-    def end(self, written: RankFile) -> None:
-        """Say what this rank has written; if it keeps a folder, wait for what belongs there, and give it its name."""
-        self.others.say("written", written.as_json().encode())
-        if not self._site.is_keeper:
-            return
-        try:
-            if self._site.keeper == self._site.keepers[0]:
-                of_all = self.others.heard("written", range(dist.get_world_size(self._site.group)))
-                index = index_of(self._save, self._items, (RankFile.from_json(said.decode()) for said in of_all))
-                self.others.say("index", pickle.dumps(index))
-            [index_bytes] = self.others.heard("index", self._site.keepers[:1])
-            pickle.loads(index_bytes).write(self._partial)
-            self.others.say("whole")
-            self.others.heard("whole", self._site.keepers)
-            files.publish(self._partial, self._save.tag)
-        except CheckpointWriteError:
-            raise
-        except OSError as error:
-            raise CheckpointWriteError(error.errno or errno.EIO, self._partial) from error
+def _end(
+    folder: Path, save: AgreedSave, items: PlannedItems, site: CheckpointSite, others: Others, written: RankFile
+) -> None:
+    """Say what this rank has written; if it keeps a folder, wait for what belongs there, and give it its name."""
+    others.say("written", written.as_json().encode())
+    if not site.is_keeper:
+        return
+    try:
+        if site.keeper == site.keepers[0]:
+            of_all = others.heard("written", range(dist.get_world_size(site.group)))
+            index = index_of(save, items, (RankFile.from_json(said.decode()) for said in of_all))
+            others.say("index", pickle.dumps(index))
+        [index_bytes] = others.heard("index", site.keepers[:1])
+        pickle.loads(index_bytes).write(folder)
+        others.say("whole")
+        others.heard("whole", site.keepers)
+        files.publish(folder, save.tag)
+    except CheckpointWriteError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError(error.errno or errno.EIO, folder) from error

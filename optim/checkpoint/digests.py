@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from queue import Queue
-from typing import NamedTuple
 
 import torch
 
@@ -42,28 +41,22 @@ class BlockDigest:
         return self._sums.hexdigest()
 
 
-class _PortionReader(NamedTuple):
-    """One thread reads and sums with this."""
-
-    room: torch.Tensor
-    kernels: KernelPool
-
-
 def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callable[[int], None]) -> str:
     """Return the digest of a whole file; several threads take that of `BLOCKS`. `advance` is told of the bytes read."""
     num_readers = num_threads_of_rank() if kind == BLOCKS else 1
     starts = range(0, size_bytes, PORTION_BYTES)
-    readers: Queue[_PortionReader] = Queue()  # with a size, and as it is also where the simulator steps threads
+    # Room and kernels of one thread each. With a size, and as it is also where the simulator steps threads.
+    readers: Queue[tuple[torch.Tensor, KernelPool]] = Queue()
     for _ in range(max(min(num_readers, len(starts)), 1)):
-        readers.put(_PortionReader(HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES), KernelPool(1)))
+        readers.put((HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES), KernelPool(1)))
     digest = hashlib.sha256()
 
     def read(start: int) -> bytes:
-        reader = readers.get()
+        room, kernels = reader = readers.get()
         try:
-            portion = reader.room[: _fill(descriptor, reader.room, start)]
+            portion = room[: _fill(descriptor, room, start)]
             if kind == BLOCKS:
-                return _sums_of(portion, reader.kernels)
+                return _sums_of(portion, kernels)
             digest.update(portion.numpy().data)
             return b""
         finally:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.checkpoint.contents import Contents
+from nvme_offload.optim.durable.content import saved
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 
@@ -106,14 +107,14 @@ def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> b
     objects = {"client_state": dict(client_state or {}), "lr_scheduler": scalars.lr_scheduler}
     for name, value in objects.items():
         try:
-            torch.load(io.BytesIO(_saved(value)), weights_only=True)
+            torch.load(io.BytesIO(saved(value)), weights_only=True)
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{name} cannot be saved ({reason}): keep to numbers, strings, lists, dicts and tensors, so that it "
                 "can be loaded without running code from the file"
             ) from error
-    return _saved(objects)
+    return saved(objects)
 
 
 @contextmanager
@@ -128,9 +129,9 @@ def _reading_state(folder: Path) -> Iterator[None]:
 def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
     """Check that the checkpoint is of this kind of optimizer, else ValueError: others have states of the same names."""
     with _reading_state(folder):
-        saved = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
-    if saved != (own := training.optimizer.rule.name):
-        raise ValueError(f"the checkpoint is of a run with {saved}, this run has {own}; nothing was changed")
+        found = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
+    if found != (own := training.optimizer.rule.name):
+        raise ValueError(f"the checkpoint is of a run with {found}, this run has {own}; nothing was changed")
 
 
 def read_state(folder: Path, training: TrainingParts, contents: Contents) -> RunState:
@@ -227,9 +228,3 @@ def _matched(
 def _retyped(value: Any, like: Any) -> Any:
     """Make tuples of what JSON, which knows none, gave as lists."""
     return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -146,7 +146,7 @@ class HostsReader(VerifiedReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of this rank's plan; what fails here is raised when no other rank waits for this one any more."""
         far = [item for item in plan.items if self._place_of(item)[0] not in self._found.here]
-        asked = [*gather([self._place_of(item) for item in far], self._group).values()]
+        asked = gather([self._place_of(item) for item in far], self._group).values()
         near = [item for item in plan.items if self._place_of(item)[0] in self._found.here]
         problems: list[BaseException] = []
         _try(lambda: super(HostsReader, self).read_data(replace(plan, items=near), planner), problems)

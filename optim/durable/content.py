@@ -66,7 +66,7 @@ class Content:
             _check(value, name)
         for number, group in enumerate(self.groups):
             _check(group, f"parameter group {number}")
-        return _saved({"format": FORMAT, **vars(self)})
+        return saved({"format": FORMAT, **vars(self)})
 
     @classmethod
     def decode(cls, blob: bytes, folder: Path) -> Content:
@@ -122,7 +122,7 @@ def _check(value: Any, place: str) -> None:
     if type(value) in (*_LEAVES, bool, torch.Tensor):
         return
     try:
-        torch.load(io.BytesIO(_saved(value)), weights_only=True)
+        torch.load(io.BytesIO(saved(value)), weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be committed: keep to "
@@ -130,7 +130,8 @@ def _check(value: Any, place: str) -> None:
         ) from error
 
 
-def _saved(value: Any) -> bytes:
+def saved(value: Any) -> bytes:
+    """Return what ``torch.save`` makes of a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
