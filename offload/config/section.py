@@ -38,13 +38,12 @@ from nvme_offload.offload.config.keys import (
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
-    NEEDS_NVME,
     ActivationsConfig,
     FilePath,
     OffloadGradientsConfig,
     OffloadParamConfig,
     PathTuple,
-    path_contradictions,
+    TierConfig,
 )
 from nvme_offload.offload.config.training import (
     BatchSizes,
@@ -88,13 +87,9 @@ RunName = Annotated[
 Endurance = Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)]
 
 
-def _wear_limit(value: Any) -> int | None:
-    return None if value is None else parse_bytes_per_day(value)
-
-
 WearLimit = Annotated[
     int | None,
-    PlainValidator(_wear_limit),
+    PlainValidator(lambda value: None if value is None else parse_bytes_per_day(value)),
     WithJsonSchema({"type": "string", "pattern": r"^[0-9.]+ *[kKMGT]i?B */ *day$"}),
 ]
 
@@ -165,7 +160,7 @@ class AioConfig(Section):
     }
 
 
-class OffloadOptimizerConfig(Section):
+class OffloadOptimizerConfig(TierConfig):
     """The place of the optimizer state between steps."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
@@ -217,11 +212,9 @@ class OffloadOptimizerConfig(Section):
         "cpuadam_cores_perc": "leave it out: the update runs on a thread pool of its own",
     }
 
-    IDLE: ClassVar = NEEDS_NVME
-
     def contradictions(self) -> Iterator[Contradiction]:
         """A folder that is missing, or that nothing uses; buffers that would be too small."""
-        yield from path_contradictions(self.device, self.nvme_path)
+        yield from super().contradictions()
         if self.staging_budget < (least := self.buffer_count * _PAGE):
             why = f"too little for buffer_count = {self.buffer_count}; write {format_bytes(least)} or more"
             yield Contradiction("staging_budget", why, ("buffer_count",))

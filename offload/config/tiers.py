@@ -44,19 +44,27 @@ def _file(value: Any) -> Path:
 
 FilePath = Annotated[Path, BeforeValidator(_file), WithJsonSchema({"type": "string"})]
 
-NEEDS_NVME = {"nvme_path": ("device", "nvme")}
+
+class TierConfig(Section):
+    """The place of something: on a drive it has swap files."""
+
+    device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
+    nvme_path: PathTuple = key((), "a path or a list of different paths")
+    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
+    `device: nvme`, and only used there."""
+
+    IDLE: ClassVar = {"nvme_path": ("device", "nvme")}
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """A folder that is missing, or that nothing uses."""
+        if self.device == "nvme" and not self.nvme_path:
+            yield Contradiction("nvme_path", 'device = "nvme" needs it; write a folder on the drive', ("device",))
+        if self.device != "nvme" and self.nvme_path:  # of a model that was not read; the reader has taken it out
+            why = f'has no use beside device = "{self.device}"; leave it out or write device = "nvme"'
+            yield Contradiction("nvme_path", why, ("device",))
 
 
-def path_contradictions(device: str, paths: tuple[Path, ...]) -> Iterator[Contradiction]:
-    """Say where `nvme_path` and `device` do not go together."""
-    if device == "nvme" and not paths:
-        yield Contradiction("nvme_path", 'device = "nvme" needs it; write a folder on the drive', ("device",))
-    if device != "nvme" and paths:  # of a model that was not read; the reader has taken it out
-        why = f'has no use beside device = "{device}"; leave it out or write device = "nvme"'
-        yield Contradiction("nvme_path", why, ("device",))
-
-
-class OffloadParamConfig(Section):
+class OffloadParamConfig(TierConfig):
     """The place of each rank's parameters between uses: what is gathered of them, and in fp32 that is all."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
@@ -81,33 +89,20 @@ class OffloadParamConfig(Section):
         "pin_memory": "offload_optimizer.pin_memory is for all that is copied to and from a GPU",
     }
 
-    IDLE: ClassVar = {**NEEDS_NVME, "max_in_cpu": ("device", "nvme")}
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """A folder that is missing, or that nothing uses."""
-        return path_contradictions(self.device, self.nvme_path)
+    IDLE: ClassVar = {**TierConfig.IDLE, "max_in_cpu": ("device", "nvme")}
 
 
-class OffloadGradientsConfig(Section):
+class OffloadGradientsConfig(TierConfig):
     """The place of each rank's gradient partitions between their arrival and the step."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
     """The tier of the gradient partitions, in any precision, with the same bits. Of a model on the CPU `none` and `cpu`
     are the same place: host memory. From a GPU, where `none` leaves them, they are copied as they become final."""
-    nvme_path: PathTuple = key((), "a path or a list of different paths")
-    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
-    `device: nvme`, and only used there."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64, each as large as the largest block of gradients."""
 
-    IDLE: ClassVar = NEEDS_NVME
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        """A folder that is missing, or that nothing uses."""
-        return path_contradictions(self.device, self.nvme_path)
-
-
-class ActivationsConfig(Section):
+class ActivationsConfig(TierConfig):
     """The place of what a forward saves for backward."""
 
     keep: Literal["boundaries", "attention", "all"] = key("boundaries", "one of these")
@@ -116,18 +111,9 @@ class ActivationsConfig(Section):
     are the same."""
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")
     """The tier of what is kept. `none` leaves a model as it is; `cpu` is host memory."""
-    nvme_path: PathTuple = key((), "a path or a list of different paths")
-    """Folder for the swap files, or a list of folders, as in `offload_optimizer`; it may be the same one. Needed for
-    `device: nvme`, and only used there."""
     host_budget: ByteBudget = key("auto", '"auto", or 4 KiB or more, as "4GiB"', "", "bytes")
     """Host memory of one rank for what is kept, 4 KiB or more; the oldest of the rest goes to NVMe. Staging buffers
     take at most 64 MiB more, and memory for reads as much. `auto` is this rank's share of what is available when
     training begins, less a reserve."""
     min_bytes: ByteCount = key(64 * KiB, '0 B or more, as "64KiB"', "", "bytes", ge=0)
     """Smaller memory than this is not moved, 0 B or more."""
-
-    IDLE: ClassVar = NEEDS_NVME
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """A folder that is missing, or that nothing uses."""
-        return path_contradictions(self.device, self.nvme_path)
