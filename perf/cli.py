@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import nvme_offload
+from nvme_offload.perf.measure.loading import nothing_to_collect
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 """Help without boxes, which fits 80 columns and names no type behind a flag."""
@@ -62,7 +63,8 @@ def group_of(commands: Mapping[str, Command]) -> type[TyperGroup]:
 
 def load(name: str, commands: Mapping[str, Command] = COMMANDS) -> Any:
     """Load the command called `name`, with its options."""
-    found = getattr(import_module(commands[name].module), name.replace("-", "_"))
+    with nothing_to_collect():
+        found = getattr(import_module(commands[name].module), name.replace("-", "_"))
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(add_completion=False, **PLAIN)
         alone.command(name, context_settings=PLAIN["context_settings"])(found)

@@ -11,10 +11,7 @@ import torch.distributed as dist
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.rules.muon import Muon
-
-BESIDE_MATRICES = {"rule": "AdamW", "eps": 1e-8}
-"""Options of a parameter group of what Muon is not for."""
+from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 
 
 class OffloadMuon(OffloadOptimizer):

@@ -14,6 +14,8 @@ from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, numbe
 
 RULES = ("Muon", "AdamW")
 """``rule`` of a parameter group may say one of these."""
+BESIDE_MATRICES = {"rule": "AdamW", "eps": 1e-8}
+"""Options of a parameter group of what Muon is not for."""
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 

@@ -96,7 +96,7 @@ def ahead(schedule: Schedule[S], step: Updates[S], residents: Sequence[S]) -> It
 
 def next_update(order: Iterable[S], pending: Collection[S], may_begin: Callable[[S], bool]) -> S | None:
     """Return the first subgroup in `order` that is pending and may begin; `may_begin` is asked until one may."""
-    return next((slot for slot in order if slot in pending and may_begin(slot)), None)
+    return next(filter(may_begin, filter(pending.__contains__, order)), None)
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,8 @@ class Behind(Generic[S]):
     def upcoming(self, step: Updates[S], residents: Sequence[S]) -> Iterator[S]:
         """See `Schedule`."""
         pending = step.pending
-        yield from step.waited_for()
-        if self.began_in_backward:
-            yield from (slot for slot in residents if slot in pending)
-        yield from pending
-        yield from self.following
+        in_memory = filter(pending.__contains__, residents if self.began_in_backward else ())
+        return chain(step.waited_for(), in_memory, pending, self.following)
 
 
 @dataclass(frozen=True)

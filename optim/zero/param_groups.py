@@ -15,8 +15,7 @@ from nvme_offload.offload.config.optimizer import OptimizerConfig, OptimizerGrou
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.names import params_matching
-from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
-from nvme_offload.optim.rules.muon import Muon
+from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 from nvme_offload.optim.rules.rule import UpdateRule
 
 logger = logging.getLogger(__name__)

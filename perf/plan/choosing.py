@@ -1,6 +1,6 @@
 """The section that suits a model and a machine: `offload init` writes it, `offload plan` plans it if none is given."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class Chooser:
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the first section that fits; where none does, the one that lacks least."""
         choices = []
-        for candidate in self._candidates(shape):
-            if (choice := self._tried(shape, *candidate)) is not None:
+        for candidate in self._candidates():
+            if (choice := candidate.tried(self, shape)) is not None:
                 choices.append(choice)
                 if not choice.tiers.missing:
                     return choice
@@ -53,42 +53,57 @@ class Chooser:
 
     def fits(self, shape: ModelShape) -> bool:
         """Return whether any section lets a model be trained; the one that needs least memory is tried first."""
-        tried = (self._tried(shape, *candidate) for candidate in reversed([*self._candidates(shape)]))
+        tried = (candidate.tried(self, shape) for candidate in reversed(self._candidates()))
         return any(choice is not None and not choice.tiers.missing for choice in tried)
 
-    def _tried(self, shape: ModelShape, section: dict[str, Any], why: str) -> ChosenSection | None:
-        """Return what a section comes to; None: what is left for a budget is less than the staging buffers."""
-        job = self.job(section, shape)
-        try:
-            return ChosenSection(section, why, job, tier_plan(PlacedJob(job, self.machine)))
-        except ConfigError:
-            return None
-
-    def _candidates(self, shape: ModelShape) -> Iterator[tuple[dict[str, Any], str]]:
-        """Sections from what moves least to what needs least memory, each with the reason to take it."""
+    def _candidates(self) -> "list[_Candidate]":
+        """Sections from what moves least to what needs least memory."""
         drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}
         common = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
         memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-        yield common | {"zero_optimization": memory}, "everything fits into memory: no byte has to move to a drive"
         zero = {"stage": 3, "offload_optimizer": drive}
         state = common | {"zero_optimization": zero}
         everything = state | {"zero_optimization": zero | {"offload_param": drive}, "offload_gradients": drive}
-        for section, why in (
-            (state, "the optimizer state does not fit into memory beside parameters and gradients"),
-            (everything, "parameters and gradients do not fit into memory beside what a step needs"),
-        ):
-            if (left := self._left(self.job(section, shape))) >= LEAST_BUDGET:
-                budget = left // MiB * MiB
-                stays = f"{why}: {format_bytes(budget)} are left for what stays there and for buffers"
-                yield section | {"host_budget": f"{budget // MiB}MiB"}, f"{stays}, the rest is on NVMe"
-        yield everything, "memory is scarce: everything is on NVMe that can go there"
+        return [
+            _Candidate(
+                common | {"zero_optimization": memory}, "everything fits into memory: no byte has to move to a drive"
+            ),
+            _Candidate(state, "the optimizer state does not fit into memory beside parameters and gradients", True),
+            _Candidate(everything, "parameters and gradients do not fit into memory beside what a step needs", True),
+            _Candidate(everything, "memory is scarce: everything is on NVMe that can go there"),
+        ]
 
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""
         config = OffloadConfig.of(section).completed_for(self.machine.ranks)
         return Job(shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing)
 
-    def _left(self, job: Job) -> int:
-        """Bytes of host memory for one rank beside all that no budget covers."""
-        held = [unit for unit in residents(job, account_of_job(job, self.machine)) if unit.tiers == ("host",)]
-        return self.machine.host_memory // self.machine.ranks_per_node - sum(unit.size_bytes for unit in held)
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A section that may be taken, with the reason to take it."""
+
+    section: dict[str, Any]
+    why: str
+    fills_memory: bool = False  # what no budget covers leaves memory, which becomes the `host_budget`
+
+    def tried(self, chooser: Chooser, shape: ModelShape) -> ChosenSection | None:
+        """Return what the section comes to; None: what is left for a budget is less than the staging buffers."""
+        section, why = self.section, self.why
+        if self.fills_memory:
+            if (left := _left(chooser.job(section, shape), chooser.machine)) < LEAST_BUDGET:
+                return None
+            budget = left // MiB
+            stays = f"{format_bytes(budget * MiB)} are left for what stays there and for buffers"
+            section, why = section | {"host_budget": f"{budget}MiB"}, f"{why}: {stays}, the rest is on NVMe"
+        job = chooser.job(section, shape)
+        try:
+            return ChosenSection(section, why, job, tier_plan(PlacedJob(job, chooser.machine)))
+        except ConfigError:
+            return None
+
+
+def _left(job: Job, machine: Machine) -> int:
+    """Bytes of host memory for one rank beside all that no budget covers."""
+    held = [unit for unit in residents(job, account_of_job(job, machine)) if unit.tiers == ("host",)]
+    return machine.host_memory // machine.ranks_per_node - sum(unit.size_bytes for unit in held)

@@ -138,16 +138,18 @@ def _planned(
     file: Path | None, shape: ModelShape, chooser: Chooser
 ) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
     """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so."""
-    machine = chooser.machine
+    machine, largest = chooser.machine, None
     if file is None:
         choice = chooser.choose(shape)
-        largest = largest_model(shape, chooser.fits) if machine.capacity is not None else None
-        return choice, predict(choice.job, machine), largest
+        prediction = predict(choice.job, machine)
+        if machine.capacity is not None:
+            largest = largest_model(shape, chooser.fits, prediction.tiers)
+        return choice, prediction, largest
     job = chooser.job(file, shape)
-    largest = None
+    prediction = predict(job, machine)
     if machine.capacity is not None or not uses_nvme(job.config):
-        largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine))
-    return None, predict(job, machine), largest
+        largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine), prediction.tiers)
+    return None, prediction, largest
 
 
 def _document(prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None) -> dict[str, Any]:

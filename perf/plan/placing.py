@@ -16,9 +16,8 @@ from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB, round_up
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
-from nvme_offload.optim.optimizers.muon import BESIDE_MATRICES
 from nvme_offload.optim.precision.plan import precision_of
-from nvme_offload.optim.rules.muon import Muon
+from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import Account, GroupSize, ShardSize

@@ -168,21 +168,22 @@ def uses_nvme(config: OffloadConfig) -> bool:
     return "nvme" in (*tiers, config.activations.device)
 
 
-def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> ModelShape | None:
+def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: TierPlan) -> ModelShape | None:
     """The deepest model of this kind of layer that fits; None where not even one layer does.
 
-    One that has more than `MAX_LAYERS` need not be the deepest.
+    One that has more than `MAX_LAYERS` need not be the deepest. `tiers`, where the model itself has its place, says
+    where to begin: bytes go by the number of layers.
     """
-    low, too_many = 0, shape.num_layers
-    while too_many <= MAX_LAYERS and fits(shape.with_layers(too_many)):
-        low, too_many = too_many, 2 * too_many
-    if too_many > MAX_LAYERS:
-        too_many = MAX_LAYERS + 1
-        if fits(shape.with_layers(too_many)):
-            return shape.with_layers(too_many)
+    low, too_many = 0, MAX_LAYERS + 2
+    share = sum(tiers.budgets.values()) / max(1, sum(map(tiers.bytes_on, tiers.budgets)))
+    number = min(max(1, round(shape.num_layers * share)), MAX_LAYERS + 1)
+    step = 1 + number // 16
     while too_many - low > 1:
-        middle = (low + too_many) // 2
-        low, too_many = (middle, too_many) if fits(shape.with_layers(middle)) else (low, middle)
+        low, too_many = (number, too_many) if fits(shape.with_layers(number)) else (low, number)
+        if low and too_many <= MAX_LAYERS + 1:
+            number = (low + too_many) // 2
+        else:
+            number, step = min(low + step, MAX_LAYERS + 1) if low else max(1, too_many - step), 2 * step
     return shape.with_layers(low) if low else None
 
 

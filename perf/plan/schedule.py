@@ -88,6 +88,7 @@ class _Buffers:
         """Subgroups whose state is in memory, with nothing under way and nothing to be written."""
         self._at_home = frozenset(self.here)
         self._work, self._after = work, after
+        self._most = min(work.num_buffers, len(work.subgroups) - len(self.here))
         self.reads = Counter[int]()  # each was read so often
         self._num_moving = 0
         self._changed: dict[int, None] = {}  # subgroups that are updated, and neither written nor being written
@@ -98,7 +99,7 @@ class _Buffers:
     @property
     def has_room(self) -> bool:
         """Whether there is a buffer for another subgroup, or one that may leave its own."""
-        return len(self.residents) < self._work.num_buffers or len(self.here) > len(self._at_home)
+        return len(self.residents) < self._most or len(self.here) > len(self._at_home)
 
     def read_ahead(self, order: Iterable[int]) -> None:
         window = window_of(order, self._work.num_buffers, lambda i: i not in self._at_home)
@@ -209,19 +210,22 @@ class _Worker:
 
     def react(self) -> None:
         """Begin all that can begin now."""
-        step, schedule, buffers = self.step, self._schedule, self.buffers
-        may_update = not self._is_updating and not step.pending.keys().isdisjoint(buffers.here)
-        if may_update or buffers.has_room:
+        buffers = self.buffers
+        if buffers.has_room:
             buffers.read_ahead(self._upcoming())
-            if may_update:
-                among = self._upcoming() if schedule is not None else islice(step.pending, 1)
-                self._update(next_update(among, step.pending, self._may_update))
-        buffers.write(reads_first=schedule is not None)
+        if not (self._is_updating or self.step.pending.keys().isdisjoint(buffers.here)):
+            self._update(next_update(self._due(), self.step.pending, buffers.here.__contains__))
+        buffers.write(reads_first=self._schedule is not None)
         buffers.go_on()
 
-    def _may_update(self, i: int) -> bool:
-        is_due = not (self._work.takes_turns and isinstance(self._schedule, Behind)) or i in self.step.waited_for()
-        return is_due and i in self.buffers.here
+    def _due(self) -> Iterable[int]:
+        """Return subgroups in the order in which they may be updated, some perhaps twice."""
+        step, schedule = self.step, self._schedule
+        if schedule is None:
+            return islice(step.pending, 1)
+        if self._work.takes_turns and isinstance(schedule, Behind):
+            return step.waited_for()
+        return islice(schedule.upcoming(step, list(self.buffers.residents)), LOOK_AHEAD)
 
     def _upcoming(self) -> Iterable[int]:
         step = self.step

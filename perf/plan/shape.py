@@ -11,6 +11,7 @@ import torch
 
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.optim.layout.blocks import find_ends
+from nvme_offload.perf.measure.loading import nothing_to_collect
 
 
 class ShapeError(ValueError):
@@ -85,13 +86,14 @@ class ModelShape:
         if not file.is_file():
             raise ShapeError(f"{file}: there is no such file; give a config.json, its folder, or --params and --layers")
         try:
-            from transformers import AutoConfig, AutoModelForCausalLM
+            with nothing_to_collect():
+                from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError:
             how = "install it, or give --params, --layers, --hidden and --vocab"
             raise ShapeError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
         try:
-            config = AutoConfig.from_pretrained(str(file))
-            with torch.device("meta"):
+            with nothing_to_collect(), torch.device("meta"):  # most of transformers is loaded here
+                config = AutoConfig.from_pretrained(str(file))
                 model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ShapeError(f"{file}: transformers cannot build a causal language model from it: {error}") from error
