@@ -73,9 +73,7 @@ class ConfigError(ValueError):
         self.source = source
 
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.source}: {self.problems[0]}"
-        return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *self.problems])
+        return _listed(self.source, self.problems)
 
 
 class WeightsError(ValueError):
@@ -87,9 +85,13 @@ class WeightsError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.path}: {self.problems[0]}"
-        return "\n  ".join([f"{self.path}: {len(self.problems)} problems", *self.problems])
+        return _listed(self.path, self.problems)
+
+
+def _listed(place: object, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"{place}: {problems[0]}"
+    return "\n  ".join([f"{place}: {len(problems)} problems", *problems])
 
 
 class ConfigWarning(UserWarning):
@@ -311,25 +313,19 @@ class HalfRenamedError(OSError):
     """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
-class CheckpointError(OffloadError):
+class _CannotGoOnError(OffloadError):
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = Path(path)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
+class CheckpointError(_CannotGoOnError):
     """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = Path(path)
-        self.problem = problem
 
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"
-
-
-class ResumeError(OffloadError):
+class ResumeError(_CannotGoOnError):
     """A durable run cannot go on from what it committed. Nothing has changed."""
-
-    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = Path(path)
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"

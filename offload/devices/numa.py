@@ -25,7 +25,7 @@ def cpus_near(device: torch.device) -> set[int]:
         listed = (SYS / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
     except (OSError, ValueError):
         return set()
-    return _numbers(listed)
+    return numbers_of(listed)
 
 
 def stay_near(device: torch.device, num_ranks: int) -> bool:
@@ -51,8 +51,8 @@ def num_processors_of_rank(num_ranks: int) -> int:
     return max(1, min(len(own), len(_narrowed_from or own) // num_ranks))
 
 
-def _numbers(listed: str) -> set[int]:
-    """Return what ``0-3,8-11`` names."""
+def numbers_of(listed: str) -> set[int]:
+    """Return what a list as the kernel writes it names: ``0-3,8-11``."""
     found: set[int] = set()
     for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")

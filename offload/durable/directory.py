@@ -23,7 +23,7 @@ from typing import Any
 
 from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable import owner
-from nvme_offload.offload.errors import ForeignFolderError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import ForeignFolderError, ResumeError, SwapIOError
 from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
 from nvme_offload.offload.storage.run_folder import is_at, make_run_folder, read_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
@@ -112,9 +112,7 @@ class DurableDirectory:
             swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
             try:
                 is_open = any(other.path == self.path for other in _open)
-                alive = owner.lock(swap.fd, self.path, closed_here=not is_open)
-                if alive is not None:
-                    raise StateError(f"the durable run {self.name!r}", "a run that nobody is in", f"{alive} is in it")
+                owner.lock(swap.fd, self.path, self.name, closed_here=not is_open)
                 if is_at(swap.path, swap.fd):
                     owner.Owner.this().note_in(self.path)
                     sync_folder(self.path)

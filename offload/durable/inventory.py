@@ -19,7 +19,7 @@ from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.snapshots import HELD_NAME, PREFIXES, Snapshots
-from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
 from nvme_offload.offload.storage.run_folder import folder_open, names_in, open_in
 from nvme_offload.offload.sync import sync_folder
@@ -235,8 +235,7 @@ def _lock(name: str, folder: Path, locks: ExitStack) -> None:
     except FileNotFoundError:
         return
     fd = locks.enter_context(swap_file)
-    if (alive := owner.lock(fd, folder)) is not None:
-        raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
+    owner.lock(fd, folder, name)
 
 
 def _delete(folder: Path, names: Sequence[str], prefixes: tuple[str, ...]) -> None:

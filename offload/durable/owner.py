@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.run_folder import read_in, write_in
 
 NAME = "owner"
@@ -74,11 +75,11 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def lock(fd: int, folder: Path, *, closed_here: bool = False) -> Owner | None:
+def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None:
     """Lock the swap file of a run, after the last transfers of a process that died or has closed the run.
 
-    `closed_here`: this process had the run last, if its note is there, and has closed it. Returns who has it and is
-    alive; None where it is locked now.
+    `closed_here`: this process had the run last, if its note is there, and has closed it. Raises StateError, which
+    names who has it and is alive.
     """
     begun = time.monotonic()
     while not try_lock(fd):
@@ -86,9 +87,9 @@ def lock(fd: int, folder: Path, *, closed_here: bool = False) -> Owner | None:
         # The kernel takes a closed ring apart behind close(), and that has a reference to the file.
         dying = owner is not None and (not owner.is_alive or (closed_here and owner == Owner.this()))
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
-            return owner or NOBODY_KNOWN
+            alive = owner or NOBODY_KNOWN
+            raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
         time.sleep(_LOOK_SECONDS)
-    return None
 
 
 def _began(pid: int) -> str | None:

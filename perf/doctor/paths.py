@@ -26,6 +26,7 @@ from nvme_offload.perf.doctor.drive import check_drive, check_health
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.drives import Drive, find_drive
+from nvme_offload.perf.measure.machine import mount_at
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 NETWORK = (
@@ -157,11 +158,7 @@ def _overlay(found: Finding, mount: Mount) -> Finding:
     upper = next((option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")), "")
     below = None
     with contextlib.suppress(OSError):  # inside a container the folders below it cannot be seen
-        upper_fd = os.open(upper, os.O_PATH | os.O_CLOEXEC)
-        try:
-            below = mount_of(upper_fd)
-        finally:
-            os.close(upper_fd)
+        below = mount_at(Path(upper)) if upper else None
     remedy = "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ..."
     if below and (below.is_memory or below.kind in COPY_ON_WRITE):
         meaning = f"the writable layer of a container, on {below.kind}, which cannot promise space on a drive"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.offload.devices.numa import numbers_of
 from nvme_offload.offload.host.proc import SYS, Mount, mount_of, read, read_int
 
 DATA_UNIT = 512_000  # bytes of a data unit of the NVMe specification: a thousand blocks of 512
@@ -46,7 +48,7 @@ class Drive:
     def near_cpus(self) -> set[int]:
         """Processors of its NUMA node; empty where there is none, or nobody says."""
         listed = SYS / f"devices/system/node/node{self.numa_node}/cpulist"
-        return set() if self.numa_node is None else set(_cpus(read(listed) or ""))
+        return set() if self.numa_node is None else numbers_of(read(listed) or "")
 
     @property
     def disks(self) -> tuple[str, ...]:
@@ -109,23 +111,14 @@ def _numa_node(directory: Path) -> int | None:
     return next((node for node in found if node is not None and node >= 0), None)
 
 
-def _cpus(text: str) -> Iterator[int]:
-    """Numbers of a list as the kernel writes it: ``0-3,8``."""
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
-
-
 def drive_of(path: Path) -> Drive | None:
     """The drive under a folder; None where no block device is known, or the folder is not there."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        folder = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
+    with folder as fd:
         return find_drive(os.fstat(fd).st_dev, mount_of(fd))
-    finally:
-        os.close(fd)
 
 
 def temperature(disk: str) -> float | None:

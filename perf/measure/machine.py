@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.host.proc import PROC, Mount, mount_of, read, status_field
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.drives import drive_of
@@ -108,11 +109,8 @@ def storage(path: Path) -> dict[str, Any]:
 
 def mount_at(path: Path) -> Mount | None:
     """The mount that a folder is on; None where /proc does not say."""
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
+    with Descriptor(os.open, path, os.O_PATH | os.O_CLOEXEC) as fd:
         return mount_of(fd)
-    finally:
-        os.close(fd)
 
 
 def describe(facts: dict[str, Any]) -> list[str]:

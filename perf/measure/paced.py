@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 from unittest.mock import patch
 
-from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.owner_thread import OwnerThread
+from nvme_offload.aio_native.null import NullThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, EngineEntry
 from nvme_offload.aio_native.requests import Request
@@ -32,13 +31,13 @@ class Pace:
     rate: float = math.inf  # bytes per second, of reads and writes together
 
 
-class PacedThread(OwnerThread):
+class PacedThread(NullThread):
     """Requests are served one after the other, in the order in which they come; each byte takes its time."""
 
     pace: ClassVar[Pace] = Pace()
 
     def _open(self) -> None:
-        self._bell = Bell()
+        super()._open()
         self._memory: dict[int, mmap.mmap] = {}
         self._due: list[tuple[float, int, Completion]] = []
         self._num_requests = 0
@@ -71,13 +70,6 @@ class PacedThread(OwnerThread):
         if fd not in self._memory:
             self._memory[fd] = mmap.mmap(-1, max(mmap.PAGESIZE, os.fstat(fd).st_size))
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory[fd]))
-
-    def _ring_bell(self) -> None:
-        self._bell.ring()
-
-    def _shut(self) -> bool:
-        self._bell.close()
-        return True
 
 
 class PacedEngine(PythonEngine):

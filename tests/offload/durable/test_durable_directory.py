@@ -196,12 +196,12 @@ def test_a_run_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
     """Its lock is of a file that nobody finds any more."""
     removed = []
 
-    def lock(fd, folder, **more):
+    def lock(fd, folder, name, **more):
         if not removed:
             removed.append(folder)
             (folder / "swap").unlink()
             folder.rmdir()
-        return owner_lock(fd, folder, **more)
+        return owner_lock(fd, folder, name, **more)
 
     owner_lock = owner.lock
     monkeypatch.setattr(owner, "lock", lock)
