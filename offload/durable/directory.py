@@ -125,18 +125,13 @@ class DurableDirectory:
             swap.close()  # somebody removed the run while it was opened
             make_run_folder(self.path)
 
-    @property
-    def about(self) -> dict[str, Any] | None:
-        """Return what `write_about` wrote; None where there is nothing yet. Raises as `read_about` does."""
-        return read_about(self.path)
-
     def write_about(self, about: Mapping[str, Any]) -> None:
         """Say what this is the directory of. Lasts when it returns."""
         replace_in(self.path, ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
 
     def raise_format(self) -> None:
         """Say that manifests of this version are there, which an earlier one would take for none."""
-        about = self.about
+        about = read_about(self.path)
         if about is not None and about["format"] != FORMAT:
             self.write_about(about | {"format": FORMAT})
 

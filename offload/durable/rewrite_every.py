@@ -30,12 +30,7 @@ class DurableBytes:
     numel: float = 1
 
     def __add__(self, other: DurableBytes) -> DurableBytes:
-        return DurableBytes(
-            state=self.state + other.state,
-            tail=self.tail + other.tail,
-            grad=self.grad + other.grad,
-            numel=self.numel + other.numel,
-        )
+        return DurableBytes(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def base(self) -> float:

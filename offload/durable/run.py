@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable import identity as identities
 from nvme_offload.offload.durable.chain import SlotLayout, check_rows
-from nvme_offload.offload.durable.directory import DurableDirectory, check_name
+from nvme_offload.offload.durable.directory import DurableDirectory, check_name, read_about
 from nvme_offload.offload.durable.identity import Identity, read_identity
 from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest, ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
@@ -328,7 +328,7 @@ class DurableRun:
 
         Where nothing is committed, a directory may not have got that far before its run died.
         """
-        abouts = [directory.about for directory in self._directories]
+        abouts = [read_about(directory.path) for directory in self._directories]
         uuids = {about["uuid"] for about in abouts if about}
         own = [{"path": place, "num_paths": len(abouts)} for place in range(len(abouts))]
         wrong = [about for about, at in zip(abouts, own, strict=True) if about and not at.items() <= about.items()]

@@ -286,7 +286,7 @@ class TestFileSystems:
     def test_a_container_layer_is_judged_by_what_is_below_it(self, on, tmp_path, monkeypatch):
         assert on("overlay", "upperdir=/not/visible").level is Level.NOTE
         below = system_files.Mount(2, "/", "/", "btrfs", "x", ())
-        monkeypatch.setattr(paths, "mount_of", lambda fd: below)
+        monkeypatch.setattr(paths, "mount_at", lambda path: below)
         finding = on("overlay", f"upperdir={tmp_path}")
         assert (finding.level, "on btrfs" in finding.meaning) == (Level.WARNING, True)
 
