@@ -313,7 +313,9 @@ class HalfRenamedError(OSError):
     """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
-class _CannotGoOnError(OffloadError):
+class CheckpointError(OffloadError):
+    """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
+
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         super().__init__(path, problem)
         self.path = Path(path)
@@ -323,9 +325,13 @@ class _CannotGoOnError(OffloadError):
         return f"{self.path} {self.problem}"
 
 
-class CheckpointError(_CannotGoOnError):
-    """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
-
-
-class ResumeError(_CannotGoOnError):
+class ResumeError(OffloadError):
     """A durable run cannot go on from what it committed. Nothing has changed."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = Path(path)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"

@@ -9,6 +9,7 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import Sums, check_sums
+from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.durable.latest import LatestCommit
@@ -149,10 +150,11 @@ class Sealing:
                 if (known := record.checksums_of(run)) is not None
             )
         layout = self.logs.base_of(subgroup)
-        scratch = _Scratch(layout.tail_at, layout.tail_bytes)
-        self._fill_tail(slot, scratch)
+        room = HostRegion(layout.tail_bytes)
+        self._fill_tail(slot, PartOfMemory(room, -layout.tail_at))
+        words = room.view(torch.int32, 0, layout.tail_bytes // 4)
         known = self._tail_sums.get(slot.index)
-        return known is None or not torch.equal(self._kernels.tile_checksums(scratch.words), known)
+        return known is None or not torch.equal(self._kernels.tile_checksums(words), known)
 
     def find(self, slot: SlotRecord, pipeline: StepPipeline) -> bool:
         """Have all of the newest that is written of a slot read next, its log too; return False if there is nothing."""
@@ -210,15 +212,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
     else:
         target.copy_(source)
-
-
-class _Scratch:
-    """Memory for a tail alone, at the place that it has in an extent."""
-
-    def __init__(self, at: int, size_bytes: int) -> None:
-        self.words = torch.empty(size_bytes // 4, dtype=torch.int32, device="cpu")
-        self._at = at
-
-    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
-        start = byte_offset - self._at
-        return self.words.view(torch.uint8)[start : start + numel * dtype.itemsize].view(dtype)
