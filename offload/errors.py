@@ -73,7 +73,9 @@ class ConfigError(ValueError):
         self.source = source
 
     def __str__(self) -> str:
-        return _listed(self.source, self.problems)
+        if len(self.problems) == 1:
+            return f"{self.source}: {self.problems[0]}"
+        return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *self.problems])
 
 
 class WeightsError(ValueError):
@@ -85,13 +87,9 @@ class WeightsError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        return _listed(self.path, self.problems)
-
-
-def _listed(place: object, problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return f"{place}: {problems[0]}"
-    return "\n  ".join([f"{place}: {len(problems)} problems", *problems])
+        if len(self.problems) == 1:
+            return f"{self.path}: {self.problems[0]}"
+        return "\n  ".join([f"{self.path}: {len(self.problems)} problems", *self.problems])
 
 
 class ConfigWarning(UserWarning):

@@ -222,20 +222,15 @@ def locked(run: RunFound) -> ExitStack:
     """Keep others out of a run until this is closed. Raises StateError, which names its process."""
     with ExitStack() as locks:
         for folder in run.folders:
-            _lock(run.name, folder, locks)
+            try:
+                swap_file = open_in(folder, SWAP_NAME, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            owner.lock(locks.enter_context(swap_file), folder, run.name)
         for folder in run.folders:
             with suppress(OSError):  # who looks for it then is told the process before; the drive may be read-only
                 owner.Owner.this().note_in(folder)
         return locks.pop_all()
-
-
-def _lock(name: str, folder: Path, locks: ExitStack) -> None:
-    try:
-        swap_file = open_in(folder, SWAP_NAME, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    fd = locks.enter_context(swap_file)
-    owner.lock(fd, folder, name)
 
 
 def _delete(folder: Path, names: Sequence[str], prefixes: tuple[str, ...]) -> None:
