@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def pytest_of_kernels(*arguments):
-    command = [sys.executable, "-m", "pytest", "perf/benchmarks", "-q", "-p", "no:cacheprovider", "--bench-size=4MiB"]
+    command = [sys.executable, "-m", "pytest", "perf/benchmarks/bench_kernel.py", "-q", "-p", "no:cacheprovider", "--bench-size=4MiB"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
