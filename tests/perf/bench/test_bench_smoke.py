@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def pytest_of_kernels(*arguments):
-    command = [sys.executable, "-m", "pytest", "perf/benchmarks/bench_kernel.py", "-q", "-p", "no:cacheprovider", "--bench-size=4MiB"]
+    suite = "perf/benchmarks/bench_kernel.py"
+    command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "--bench-size=4MiB", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
