@@ -34,6 +34,7 @@ from nvme_offload.offload.config.keys import (
     Whole,
     each,
     key,
+    parts,
 )
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
@@ -348,6 +349,12 @@ class OffloadConfig(Section):
         return self.zero_optimization.offload_optimizer.nvme_path
 
     @property
+    def paths_of_tiers(self) -> dict[str, tuple[Path, ...]]:
+        """The folders for swap files of each section that has any, by its key."""
+        found = {prefix[:-1]: part for prefix, part in parts(self) if isinstance(part, TierConfig)}
+        return {name: tier.nvme_path for name, tier in found.items() if tier.nvme_path}
+
+    @property
     def compute_dtype(self) -> DType:
         """Parameters are gathered and computed in this; under `torch_autocast` fp32, of which autocast departs."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
@@ -400,15 +407,7 @@ class OffloadConfig(Section):
 
     def _weights_and_paths(self) -> Iterator[Contradiction]:
         weights = self.aio.path_weights
-        zero = self.zero_optimization
-        sections = {
-            "zero_optimization.offload_optimizer": self.nvme_paths,
-            "zero_optimization.offload_param": zero.offload_param.nvme_path,
-            "offload_gradients": self.offload_gradients.nvme_path,
-            "activations": self.activations.nvme_path,
-        }
-        used = {name: paths for name, paths in sections.items() if paths}
-        for name, paths in (used or {"zero_optimization.offload_optimizer": ()}).items():
+        for name, paths in (self.paths_of_tiers or {"zero_optimization.offload_optimizer": ()}).items():
             if weights is not None and len(weights) != len(paths):
                 why = f"{name}.nvme_path has {len(paths)} path(s); write as many weights or leave it out"
                 yield Contradiction("aio.path_weights", why, (f"{name}.nvme_path", f"{name}.device"))

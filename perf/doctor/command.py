@@ -4,6 +4,7 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
         Group("Memory and limits", tuple(check_memory(config))),
         Group("Software", tuple(check_software(config))),
     ]
-    groups += _examine_paths(list(dict.fromkeys([*paths, *_nvme_paths(config)])), config, engine)
+    groups += _examine_paths(list(dict.fromkeys([*paths, *chain(*config.paths_of_tiers.values())])), config, engine)
     return Report(tuple(groups), engine)
 
 
@@ -75,7 +76,7 @@ def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
         remedy = "correct it; docs/configuration.md lists every key"
         return OffloadConfig(), [saw("section", text).error(meaning, remedy) for text in problems]
     findings = [finding for warning in caught for finding in _warned(warning)]
-    if not _nvme_paths(config):
+    if not config.paths_of_tiers:
         found = f"zero_optimization.offload_optimizer.device = {config.zero_optimization.offload_optimizer.device}"
         meaning = "with this configuration nothing goes to NVMe"
         findings.append(saw("device", found).note(meaning, 'write "nvme", and an nvme_path beside it'))
@@ -92,12 +93,6 @@ def _warned(warning: warnings.WarningMessage) -> Iterator[Finding]:
             name, meaning = "left out", "in DeepSpeed, for which this section was written, its default is another"
         else:
             name, meaning = "section", "this key has no effect here; it can stay"
-
-
-def _nvme_paths(config: OffloadConfig) -> list[Path]:
-    """Folders of optimizer state, parameters and gradients: each may have its own; none where a device is not nvme."""
-    zero = config.zero_optimization
-    return [*config.nvme_paths, *zero.offload_param.nvme_path, *config.offload_gradients.nvme_path]
 
 
 def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | None) -> list[Group]:

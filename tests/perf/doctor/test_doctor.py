@@ -173,19 +173,23 @@ class TestConfiguration:
         assert found["section"]["found"].startswith("aio.thread_count = 4")
         assert found["left out"]["found"].startswith("gradient_clipping: DeepSpeed clips at 1.0")
 
-    def test_the_folders_of_all_three_tiers_are_examined(self, tmp_path):
-        places = [tmp_path / name for name in ("state", "halves", "gradients")]
+    def test_the_folders_of_all_tiers_are_examined(self, tmp_path):
+        places = [tmp_path / name for name in ("state", "halves", "gradients", "inputs")]
         for place in places:
             place.mkdir()
-        state, halves, gradients = ({"device": "nvme", "nvme_path": str(place)} for place in places)
+        state, halves, gradients, inputs = ({"device": "nvme", "nvme_path": str(place)} for place in places)
         tiers = {"offload_param": halves, "offload_optimizer": state}
         section = {"bf16": {"enabled": True}, "zero_optimization": tiers, "offload_gradients": gradients}
+        section["activations"] = inputs
         document = examine("--config", write_config(tmp_path / "c.json", section))
         assert {f"Path {place}" for place in places} <= {group["title"] for group in document["groups"]}
-        del tiers["offload_optimizer"]
-        document = examine("--config", write_config(tmp_path / "c.json", section))
-        assert "device" not in findings_of(document, "Configuration")
-        assert findings_of(document, f"Path {places[1]}")["sample"]["level"] == "ok"
+        for key, place in (("zero_optimization", places[1]), ("activations", places[3])):
+            tiers.pop("offload_optimizer", None)
+            document = examine(
+                "--config", write_config(tmp_path / "c.json", {"bf16": section["bf16"], key: section[key]})
+            )
+            assert "device" not in findings_of(document, "Configuration")
+            assert findings_of(document, f"Path {place}")["sample"]["level"] == "ok"
 
 
 class TestFolders:
