@@ -36,6 +36,9 @@ class LoggedStep:
         scalars: Sequence[float],
     ) -> None: ...
 
+class Origin:
+    def __init__(self, param: int, start: int, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> None: ...
+
 class Segment:
     param: int
     grad: int
@@ -70,6 +73,7 @@ class Segment:
         base: int,
         offsets: int,
         tail: int,
+        origin: Origin,
     ) -> None: ...
     def renew(self, param: int, grad: int, grad_dtype: int, grad_scale: float, scalars: Sequence[float]) -> None: ...
 

@@ -17,6 +17,7 @@ import torch
 
 import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
@@ -66,6 +67,7 @@ _GRAD_DTYPES = {
 ABSENT = -1
 """In a table of offsets: a gradient whose every bit is zero, a parameter that nobody had changed."""
 
+_NOWHERE = _kernels.Origin(0, 0, 0, (), ())
 _RULES = {name: number for number, name in enumerate(_kernels.rules())}
 
 
@@ -88,6 +90,8 @@ def make_segment(
     base: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     tail: torch.Tensor | None = None,
+    origin: Origin | None = None,
+    start: int = 0,
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
@@ -97,19 +101,21 @@ def make_segment(
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
         grad: fp32, bf16 or fp16 [numel]; None: there is no update but those of the `log`.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
-        states: fp32 [numel] each, those of the rule in its order.
+        states: [numel] each, those of the rule in its order.
         checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps them
             current. None: changes by others are not looked for.
         rule: one with a native kernel.
-        scalars: of this step, as the rule gives them.
+        scalars: of this step: see `StepScalars.of_kernel`.
         grad_scale: the gradient is multiplied by this: unscaling and clipping in one factor, negative to maximize.
         log: earlier updates that `master` and `states` lack, the oldest first: they are done first, in memory that is
             in the cache.
         base: the parameter as it was before those, which becomes what it was after them, in the dtype of ``param``.
             Not used without a log, nor beside fp16, whose master is whole. ``param`` itself is not looked at by them.
         offsets: int64 [num_tiles(numel), 2]: gets where `KernelPool.update_and_log` has put each tile's gradient, and
-            the parameter where somebody had changed it, in bytes from the beginning of the entry. None: not logged.
-        tail: gets a copy of ``param`` as the step leaves it, in the same dtype. None: not wanted. May be ``base``.
+            the parameter where somebody had changed it, bytes from the beginning of the entry. None: not logged.
+        tail: gets a copy of ``param`` as the step leaves it, in its dtype; None: not wanted. May be ``base``.
+        origin: of this rank's part of the parameter, for a rule that dithers.
+        start: the run's first element in that part.
     """
     if param.dtype not in FORM_OF_DTYPE:
         raise ValueError(f"param is {param.dtype}; the kernels take bfloat16, float16 and float32")
@@ -118,28 +124,34 @@ def make_segment(
     if (master is None) != (master_dtype is None):
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
         raise ValueError(f"master does not fit a parameter of {param.dtype}: {wanted}")
-    if rule.kernel not in _RULES:
-        raise ValueError(f"{rule.name} has no native kernel; those are of {', '.join(_RULES)}")
+    kernel = _number_of(rule)
     if len(states) != len(rule.states):
         raise ValueError(f"{rule.name} has {len(rule.states)} states, not {len(states)}")
-    named = zip(rule.states, states, strict=True)
     return Segment(
         param=_address("param", param, param.dtype, numel),
         grad=0 if grad is None else _address("grad", grad, grad.dtype, numel),
         master=0 if master is None else _address("master", master, master_dtype, numel),
-        states=[_address(state.name, tensor, torch.float32, numel) for state, tensor in named],
+        states=[_address(state.name, own, state.dtype, numel) for state, own in zip(rule.states, states, strict=True)],
         checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_tiles(numel)),
         numel=numel,
         form=form,
         grad_dtype=GradDtype.FP32 if grad is None else GradDtype.of(grad),
-        rule=_RULES[rule.kernel],
+        rule=kernel,
         grad_scale=grad_scale,
         scalars=scalars,
         log=log,
         base=0 if base is None else _address("base", base, param.dtype, numel),
         offsets=0 if offsets is None else _address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
         tail=0 if tail is None else _address("tail", tail, param.dtype, numel),
+        origin=_NOWHERE if origin is None else _kernels.Origin(origin.param, start, *origin[1:]),
     )
+
+
+def _number_of(rule: UpdateRule) -> int:
+    kernel = f"{rule.kernel} with bf16 states" if rule.dithers else rule.kernel
+    if kernel not in _RULES:
+        raise ValueError(f"{kernel or rule.name} has no native kernel; those are of {', '.join(_RULES)}")
+    return _RULES[kernel]
 
 
 def make_logged_step(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.warn import warn_user
@@ -36,6 +35,9 @@ from nvme_offload.optim.step.scalars import check_group
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+"""Parameters, or dicts of parameter groups, as for any torch optimizer."""
 
 
 class OffloadOptimizer(Optimizer):
@@ -77,9 +79,9 @@ class OffloadOptimizer(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         defaults: dict[str, Any],
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +18,12 @@ from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_pla
 from nvme_offload.offload.activations.kept import Handle, InPlace, KeptTensor
 from nvme_offload.offload.activations.store import ActivationStats, ActivationStore
 from nvme_offload.offload.activations.weights import ModelMemory
-from nvme_offload.offload.config.section import OffloadConfig, OffloadOptimizerConfig, ZeroOptimizationConfig
+from nvme_offload.offload.config.section import (
+    OffloadConfig,
+    OffloadOptimizerConfig,
+    SectionLike,
+    ZeroOptimizationConfig,
+)
 from nvme_offload.offload.config.tiers import ActivationsConfig
 from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.offload.errors import ConfigError
@@ -60,7 +64,7 @@ class ActivationSwapper:
 
     def __init__(
         self,
-        config: OffloadConfig | Mapping[str, Any] | str | Path,
+        config: SectionLike,
         *,
         model: nn.Module,
         blocks: Iterable[nn.Module] | None = None,

@@ -9,8 +9,8 @@ from pydantic_core import core_schema
 from nvme_offload.offload.config.keys import Contradiction, Section, each, key
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"},
+    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"},
     "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "Adagrad": {
         "lr": 1e-2,
@@ -90,6 +90,9 @@ class OptimizerParams(Hyperparameters):
     """Read with `type: Muon` only: the learning rate of the matrices in place of `lr`, 0 or more."""
     adam_lr: float | None = key(None, "a number, 0 or more", "same", shown="lr", ge=0)
     """Read with `type: Muon` only: the learning rate of what has AdamW beside them, 0 or more."""
+    state_dtype: Literal["fp32", "bf16"] | None = key(None, "one of these", "-", shown=_OF_TYPE)
+    """Dtype of the moments. With `bf16` the state takes 4 bytes less per parameter, and it is
+    [another optimizer](precision.md#moments-in-bf16)."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 
@@ -97,7 +100,7 @@ class OptimizerParams(Hyperparameters):
     ONLY: ClassVar = {
         "amsgrad": (False, "there is no AMSGrad"),
         "bias_correction": (True, "the moments are always corrected"),
-        "fp32_optimizer_states": (True, "the moments are fp32"),
+        "fp32_optimizer_states": (True, "state_dtype says the dtype of the moments"),
     }
     REFUSED: ClassVar = {
         "max_grad_norm": "write gradient_clipping at the top level",
@@ -163,7 +166,8 @@ class OptimizerConfig(Section):
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Parameters that the type does not have."""
-        of_params, of_groups = [*OPTIMIZERS[self.kind]], [*OPTIMIZERS[self.kind]]
+        of_params = [*OPTIMIZERS[self.kind]]
+        of_groups = [name for name in of_params if name in OptimizerGroup.model_fields]
         if self.kind == "Muon":
             of_params += ["muon_lr", "adam_lr"]
             of_groups += ["rule"]

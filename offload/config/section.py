@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetPydanticSchema,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
@@ -398,6 +406,17 @@ class OffloadConfig(Section):
         steps = self.batch_sizes(world_size).gradient_accumulation_steps
         return self.model_copy(update={"gradient_accumulation_steps": steps})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_moments(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Read DeepSpeed's switch of the moments' dtype, where the section does not say that dtype."""
+        bf16, optimizer = data.get("bf16"), data.get("optimizer", {})
+        if not (isinstance(bf16, dict) and bf16.get("bf16_optimizer_states") is True and isinstance(optimizer, dict)):
+            return data
+        if str(optimizer.get("type", "AdamW")).lower() not in ("adam", "adamw"):  # which is told
+            return data
+        return {**data, "optimizer": {**optimizer, "params": {"state_dtype": "bf16", **optimizer.get("params", {})}}}
+
     def contradictions(self) -> Iterator[Contradiction]:
         """Weights without paths, precisions beside each other, updates that nothing may undo."""
         yield from self._weights_and_paths()
@@ -424,6 +443,10 @@ class OffloadConfig(Section):
             if self.autocast_dtype:
                 why += "; under torch_autocast all but lower_precision_safe_modules is gathered in fp32"
             yield Contradiction("fp32_modules", f"{why}; leave it out, or enable one of the two", keys)
+        moments = self.optimizer.hyperparameters.get("state_dtype", "fp32")
+        if self.bf16.bf16_optimizer_states and moments != "bf16":
+            what = f"the moments of {self.optimizer.kind} are {moments} here; write false or leave it out"
+            yield Contradiction("bf16.bf16_optimizer_states", what, ("optimizer.type", "optimizer.params.state_dtype"))
         mode = f"{enabled[0]} = true" if enabled else "neither bf16.enabled nor fp16.enabled is true"
         for name, dtype, half in (
             ("gradient_accumulation_dtype", self.gradient_accumulation_dtype, self.compute_dtype),
@@ -475,7 +498,7 @@ class OffloadConfig(Section):
             yield Contradiction("overlap_step", f"{why}; write skip_non_finite = false, {other}", beside)
 
     @classmethod
-    def of(cls, section: "OffloadConfig | Mapping[str, Any] | str | Path") -> "OffloadConfig":
+    def of(cls, section: "SectionLike") -> "OffloadConfig":
         """Take a section in any form that the public classes accept: itself, a dict, a file, or a folder on a drive."""
         if isinstance(section, OffloadConfig):
             return section
@@ -540,3 +563,7 @@ class OffloadConfig(Section):
         """
         path = Path(path)
         return read(cls, parse_file(path), str(path))
+
+
+SectionLike = OffloadConfig | Mapping[str, Any] | str | Path
+"""A section in any form that the public classes accept; see `OffloadConfig.of`."""

@@ -34,6 +34,8 @@ class Bf16Config(Section):
 
     enabled: bool = key(False, "true or false", "same")
     """Compute and gather in bf16. The weights stay fp32: two halves, of which the upper one is the bf16 weight."""
+    bf16_optimizer_states: bool = key(False, "true or false", "same")
+    """DeepSpeed's spelling of `optimizer.params.state_dtype: "bf16"`."""
 
     IGNORED: ClassVar = {
         "immediate_grad_update": "a gradient is always added to its partition as it arrives",
@@ -43,9 +45,7 @@ class Bf16Config(Section):
             "bf16 has the range of fp32 and no loss scale; the key is of fp16",
         ),
     }
-    ONLY: ClassVar = each(
-        "bf16_master_weights_and_grads bf16_optimizer_states", (False, "master weights and moments are fp32")
-    )
+    ONLY: ClassVar = {"bf16_master_weights_and_grads": (False, "master weights are fp32")}
 
 
 class Fp16Config(Section):

@@ -7,18 +7,17 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from nvme_offload.aio_native import EngineStats, FaultSpec, Op
 from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, default_device_type, is_device, is_host, new_host_tensor
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
@@ -82,9 +81,7 @@ class TensorSwapper:
         EngineUnavailable: the engine that was asked for cannot run here.
     """
 
-    def __init__(
-        self, config: OffloadConfig | Mapping[str, Any] | str | Path, *, faults: FaultSpec | None = None
-    ) -> None:
+    def __init__(self, config: SectionLike, *, faults: FaultSpec | None = None) -> None:
         self.config = _read_config(config)
         offload = self.config.zero_optimization.offload_optimizer
         self.prefetch_budget = offload.staging_budget
@@ -300,7 +297,7 @@ def _close_all() -> None:
         swapper.close()
 
 
-def _read_config(config: OffloadConfig | Mapping[str, Any] | str | Path) -> OffloadConfig:
+def _read_config(config: SectionLike) -> OffloadConfig:
     if isinstance(config, str | Path) and Path(config).is_dir():
         return OffloadConfig.on_drive(config)
     config = OffloadConfig.of(config)

@@ -129,7 +129,7 @@ def begin_save(
 
     def values() -> CommittedValues:
         extents, period = durable.run.extents, durable.period
-        logs = SlotLogs(extents, lambda index: store.table[index].log_dtype, KernelPool(1), period)
+        logs = SlotLogs(extents, store.table, KernelPool(1), period)
         return CommittedValues(store.slots, logs, durable.run.space, manifest)
 
     with store.at_rest(), ExitStack() as on_exit:

@@ -137,6 +137,6 @@ def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:
 
 def _values_of(rank: CommittedRank, run: RecordedRun, manifest: Manifest) -> CommittedValues:
     extents = rank.extents(run.alignment)
-    logs = SlotLogs(extents, run.log_dtype_of, KernelPool(1), run.period)
+    logs = SlotLogs(extents, run, KernelPool(1), run.period)
     extents.lay_out(logs.layout_of(slot.subgroup) for slot in run.slots)
     return CommittedValues(run.slots, logs, rank.space, manifest)

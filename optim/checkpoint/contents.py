@@ -94,7 +94,7 @@ class Contents:
         self.add(Kind(shape, torch.float32), MODEL, name)
         self.items += plain_items(self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step"), step)
         for state in rule.states:
-            self.add(Kind(shape, torch.float32), OPTIMIZER, name, state.name)
+            self.add(Kind(shape, state.dtype), OPTIMIZER, name, state.name)
 
 
 def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
@@ -179,7 +179,8 @@ class StreamedSavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Read the values of one item."""
         item = self._items[write_item.index]
-        return item.chunk.view(self._visitor.read(item.place), item.place.start)
+        values = item.chunk.view(self._visitor.read(item.place), item.place.start)
+        return values.to(self._contents.kinds[item.name].dtype)  # what is kept in less is read as fp32
 
 
 def _write_item(item: Item, kind: Kind) -> WriteItem:

@@ -12,6 +12,7 @@ import torch
 from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.kernels import REVISION
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.layout.subgroup import Run, Subgroup
@@ -96,8 +97,12 @@ class RecordedRun:
             raise ResumeError(folder, f"does not say how its state is laid out: {error!r}") from error
 
     def log_dtype_of(self, index: int) -> torch.dtype:
-        """See `ParamRecord.log_dtype`."""
+        """Return `ParamRecord.log_dtype` of a parameter."""
         return self.params[index].log_dtype
+
+    def origin_of(self, index: int) -> Origin | None:
+        """Return the origin of the part that the rank had of a parameter whose rule dithers."""
+        return self.params[index].part.origin(index) if self.params[index].rule.dithers else None
 
 
 def _rule_of(said: Mapping[str, Any]) -> RecordedRule:

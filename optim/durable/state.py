@@ -59,7 +59,7 @@ class DurableState(Durability):
         self.run = run
         self.period = period
         self.latest = LatestCommit(run, ground.meter)
-        self.logs = SlotLogs(run.extents, lambda index: ground.table[index].log_dtype, ground.kernels, period)
+        self.logs = SlotLogs(run.extents, ground.table, ground.kernels, period)
         self.seal: Sealing = Sealing(run, self.logs, self.latest, ground)
         self._ground = ground
 

@@ -18,6 +18,22 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Origin(NamedTuple):
+    """Tells where the elements of this rank's part of a parameter are in the whole, both in order of memory.
+
+    Dimensions come slowest first, and those that lie together in the part as in the whole are one.
+    """
+
+    param: int
+    """Number of the parameter in the optimizer."""
+    offset: int
+    """Index of the part's first element in the whole."""
+    sizes: tuple[int, ...]
+    """Sizes of the part's dimensions."""
+    strides: tuple[int, ...]
+    """Strides of these in the whole."""
+
+
 class Layout(NamedTuple):
     """Says how the elements of a parameter lie in memory. Its state follows it, so it must stay."""
 

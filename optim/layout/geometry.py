@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets
+from nvme_offload.optim.layout.flat import Origin
 
 
 class Box(NamedTuple):
@@ -63,6 +64,19 @@ class Part:
         strides = local.stride()
         order = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
         return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
+
+    def origin(self, param: int) -> Origin:
+        """Return the origin of this part of a parameter, which has this number."""
+        sizes, strides, offset, stride = [1], [1], 0, 1
+        for dim in reversed(self.order):
+            offset += self.offsets[dim] * stride
+            if sizes[0] * strides[0] == stride:
+                sizes[0] *= self.shape[dim]
+            else:
+                sizes.insert(0, self.shape[dim])
+                strides.insert(0, stride)
+            stride *= self.whole[dim]
+        return Origin(param, offset, tuple(sizes), tuple(strides))
 
     def chunks(self, start: int, stop: int) -> Iterator[Chunk]:
         """Yield the chunks that make up elements `start` to `stop` of this rank's memory."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.offload.config.section import SectionLike
+from nvme_offload.optim.optimizer import OffloadOptimizer, Params
 from nvme_offload.optim.rules.adagrad import Adagrad
 
 
@@ -38,7 +35,7 @@ class OffloadAdagrad(OffloadOptimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -46,7 +43,7 @@ class OffloadAdagrad(OffloadOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.offload.config.section import SectionLike
+from nvme_offload.optim.optimizer import OffloadOptimizer, Params
 from nvme_offload.optim.rules.adam import Adam
 
 
@@ -27,6 +24,8 @@ class OffloadAdam(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: factor of the L2 penalty.
         maximize: ascend instead of descend.
+        state_dtype: dtype of the moments, "fp32" or "bf16": with "bf16" 6 bytes per bf16 parameter instead of 10, and
+            another optimizer, see docs/precision.md.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
@@ -38,16 +37,19 @@ class OffloadAdam(OffloadOptimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        state_dtype: str = "fp32",
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:
+        self.rule = self.rule.of({"state_dtype": state_dtype})
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults |= {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
         super().__init__(params, defaults, offload, norm_group, torch_arguments)

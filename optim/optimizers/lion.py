@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.offload.config.section import SectionLike
+from nvme_offload.optim.optimizer import OffloadOptimizer, Params
 from nvme_offload.optim.rules.lion import Lion
 
 
@@ -38,13 +35,13 @@ class OffloadLion(OffloadOptimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

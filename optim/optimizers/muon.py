@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.offload.config.section import SectionLike
+from nvme_offload.optim.optimizer import OffloadOptimizer, Params
 from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 
 
@@ -52,7 +50,7 @@ class OffloadMuon(OffloadOptimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -64,7 +62,7 @@ class OffloadMuon(OffloadOptimizer):
         *,
         rule: str = "Muon",
         betas: tuple[float, float] = (0.9, 0.999),
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from nvme_offload.offload.config.section import SectionLike
+from nvme_offload.optim.optimizer import OffloadOptimizer, Params
 from nvme_offload.optim.rules.sgd import SGD
 
 
@@ -39,7 +36,7 @@ class OffloadSGD(OffloadOptimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        params: Params,
         lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -47,7 +44,7 @@ class OffloadSGD(OffloadOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        offload: OffloadConfig | Mapping[str, Any] | str | Path,
+        offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

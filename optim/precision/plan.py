@@ -18,7 +18,7 @@ from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.layout.names import params_matching
 from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
-from nvme_offload.optim.precision.text import PlanRow, as_text, name_pattern
+from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
 from nvme_offload.optim.precision.watch import Lowered, Watch
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -205,7 +205,9 @@ def _rows(
         if len(alike[pattern]) > 1:
             pattern = name_pattern(name, most=1)  # the layer; the numbers after it tell them apart
         precision, trainable = parameters[name], param.requires_grad
-        row = PlanRow(pattern, trainable, precision, _bytes(config, param, precision, rule))
+        states = dict.fromkeys(name_of(state.dtype) for state in rule.states) if trainable else ()
+        sizes = _bytes(config, param, precision, rule)
+        row = PlanRow(pattern, trainable, precision, sizes, " ".join(states) or "-")
         row = rows.setdefault((pattern, trainable, precision), row)
         row.tensors += 1
         row.numel += param.numel()

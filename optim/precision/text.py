@@ -26,6 +26,8 @@ class PlanRow:
     precision: ParameterPrecision
     bytes: dict[str, int]
     """Bytes of each parameter, by tier."""
+    states: str
+    """Dtypes of what the optimizer keeps for it besides."""
     tensors: int = 0
     numel: int = 0
 
@@ -44,6 +46,7 @@ class PlanRow:
             "trainable": self.trainable,
             **dtypes,
             "master": _MASTERS[precision.master],
+            "states": self.states,
             "bytes_per_parameter": self.bytes,
         }
 
@@ -61,13 +64,13 @@ def name_pattern(name: str, most: int = 0) -> str:
 def as_text(plan: Mapping[str, Any]) -> str:
     """Return a plan, as `PrecisionPlan.to_dict` gives it, as a table."""
     tiers = list(dict.fromkeys(tier for row in plan["parameters"] for tier in row["bytes_per_parameter"]))
-    head = ["parameters", "tensors", "numel", *_COLUMNS, *(f"B/{tier}" for tier in tiers)]
+    head = ["parameters", "tensors", "numel", *_COLUMNS, "states", *(f"B/{tier}" for tier in tiers)]
     lines = [
         [
             row["names"],
             str(row["tensors"]),
             str(row["parameters"]),
-            *(row[column] for column in _COLUMNS),
+            *(row[column] for column in (*_COLUMNS, "states")),
             *(str(row["bytes_per_parameter"].get(tier, 0)) for tier in tiers),
         ]
         for row in plan["parameters"]

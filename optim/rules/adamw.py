@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -12,11 +12,11 @@ from nvme_offload.optim.rules.operators import change_by_moments
 from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, rounded
 
 
-class AdamWScalars(NamedTuple):
+class MomentScalars(NamedTuple):
     """The scalars of one step, each exactly an fp32 number, in the order of the kernel."""
 
     decay: float
-    """1 - lr * weight_decay, what the master is multiplied by"""
+    """AdamW: 1 - lr * weight_decay, by which the master is multiplied; Adam: weight_decay, its share in the gradient"""
     beta1_complement: float
     """1 - beta1, the share of the gradient in the first moment"""
     beta2: float
@@ -28,14 +28,49 @@ class AdamWScalars(NamedTuple):
     """sqrt(1 - beta2**step), the second moment's bias correction"""
     eps: float
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int, decay: float) -> MomentScalars:
+        """Compute all but `decay` in fp64, and round each once."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        corrected = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+        return cls(*rounded(decay, 1 - beta1, beta2, 1 - beta2, *corrected, group["eps"]))
+
+
+MOMENTS = (State("exp_avg"), State("exp_avg_sq"))
+
 
 @dataclass(frozen=True)
-class AdamW(UpdateRule):
+class TwoMoments(UpdateRule):
+    """A rule that keeps two moments: in fp32, or by ``state_dtype`` of a group in bf16, which is another optimizer."""
+
+    states: tuple[State, ...] = MOMENTS
+
+    numbers = ("lr", "eps", "weight_decay", "betas")
+    shaping = ("state_dtype",)
+
+    def of(self, group: Mapping[str, Any]) -> Self:
+        """The rule of a parameter group, whose hyperparameters `check` has passed."""
+        if group.get("state_dtype", "fp32") == "fp32":
+            return type(self)()
+        return type(self)(tuple(state._replace(dtype=torch.bfloat16) for state in MOMENTS))
+
+    @property
+    def widest_states(self) -> tuple[State, ...]:
+        """Moments in fp32, which any group may have."""
+        return MOMENTS
+
+    def check(self, group: Mapping[str, Any], number: int) -> None:
+        """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
+        super().check(group, number)
+        if (dtype := group.get("state_dtype", "fp32")) not in ("fp32", "bf16"):
+            raise ValueError(f'parameter group {number}: state_dtype = {dtype!r}: must be "fp32" or "bf16"')
+
+
+@dataclass(frozen=True)
+class AdamW(TwoMoments):
     """Two moments with bias correction, and a weight decay beside them."""
 
     name = kernel = "AdamW"
-    numbers = ("lr", "eps", "weight_decay", "betas")
-    states = (State("exp_avg"), State("exp_avg_sq"))
     refused = ("amsgrad", "capturable", "differentiable")
     torch_keys: ClassVar = {**SWITCHES, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
@@ -49,21 +84,14 @@ class AdamW(UpdateRule):
                 "decoupled_weight_decay to True there if you want that"
             )
 
-    def scalars(self, group: Mapping[str, Any], step: int) -> AdamWScalars:
+    def scalars(self, group: Mapping[str, Any], step: int) -> MomentScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number; ValueError if `step` is below 1."""
         if step < 1:
             raise ValueError(f"step is {step}; the first update is step 1")
-        decay = 1 - float(group["lr"]) * group["weight_decay"]
-        return AdamWScalars(*rounded(decay, *moment_scalars(group, step)))
+        return MomentScalars.of(group, step, 1 - float(group["lr"]) * group["weight_decay"])
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
         """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
         exp_avg, exp_avg_sq = states
         change = change_by_moments(grad, exp_avg, exp_avg_sq, scalars)
         master.mul_(scalars.decay).sub_(change)
-
-
-def moment_scalars(group: Mapping[str, Any], step: int) -> list[float]:
-    """Return the scalars of `AdamWScalars` that are about the moments, in their order, in fp64."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    return [1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, group["eps"]]

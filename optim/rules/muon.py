@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_offload.optim.rules.adamw import AdamW
+from nvme_offload.optim.rules.adamw import MOMENTS, AdamW
 from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, number_of
 
 RULES = ("Muon", "AdamW")
@@ -60,7 +60,7 @@ class Muon(UpdateRule):
     @property
     def widest_states(self) -> tuple[State, ...]:
         """The states of AdamW, the most that any parameter group has."""
-        return AdamW.states
+        return MOMENTS
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
         """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""

@@ -19,7 +19,7 @@ class State(NamedTuple):
     birth: float = 0.0
     """Value of every element before the first update."""
     dtype: torch.dtype = torch.float32
-    """Dtype in which the state is stored. Native kernels know fp32 alone."""
+    """Dtype in which the state is kept. To bf16 it is rounded by chance: see `optim.layout.dither`."""
 
 
 SWITCHES: Mapping[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
@@ -75,6 +75,15 @@ class UpdateRule:
     def of(self, group: Mapping[str, Any]) -> UpdateRule:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
         return self
+
+    @property
+    def dithers(self) -> bool:
+        """Whether a state is rounded by chance."""
+        return any(state.dtype is torch.bfloat16 for state in self.states)
+
+    def dither(self, step: int) -> tuple[float, ...]:
+        """Return by what the rounding of a step is dithered beside its elements: an fp32 number, or nothing."""
+        return (float(step % 2**24),) if self.dithers else ()
 
     @property
     def widest_states(self) -> tuple[State, ...]:

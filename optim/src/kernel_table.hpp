@@ -14,14 +14,20 @@ enum GradDtype { kFp32, kBf16, kFp16, kNumGradDtypes };
 
 constexpr std::size_t kMaxStates = 4;
 
+// What the rounding of 16-bit states is dithered by, beside the step: the same for an element, whoever updates it.
+struct Dither {
+  std::uint32_t param;  // number of the parameter
+  std::uint32_t index;  // of the first element, in the whole parameter
+};
+
 // One step over a run of elements. grad_scale is unscaling and clipping in one factor, negative to maximize.
-using Update = void (*)(void* param, void* master, const void* grad, float* const* states, std::size_t numel,
-                        float grad_scale, const float* scalars);
+using Update = void (*)(void* param, void* master, const void* grad, void* const* states, std::size_t numel,
+                        float grad_scale, const float* scalars, Dither dither);
 
 // The kernels of one update rule. What its states and scalars mean, only the rule knows: see rules/ and optim/rules.
 struct RuleKernels {
   const char* name;
-  std::size_t num_states, num_scalars;
+  std::size_t num_states, state_size, num_scalars;
   Update update[kNumMasterForms][kNumGradDtypes];
 };
 

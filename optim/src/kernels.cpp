@@ -80,6 +80,15 @@ void check(const LoggedStep& step, const Segment& s, const RuleKernels& rule) {
   }
 }
 
+void check(const Origin& origin, const RuleKernels& rule) {
+  const auto is_size = [](std::int64_t size) { return size > 0; };
+  const bool dithers = rule.state_size < sizeof(float);
+  if (origin.sizes.empty() == dithers || origin.sizes.size() != origin.strides.size() ||
+      !std::all_of(origin.sizes.begin(), origin.sizes.end(), is_size)) {
+    throw std::invalid_argument(std::string(rule.name) + (dithers ? " needs" : " does without") + " an origin");
+  }
+}
+
 void check(const Segment& s, const KernelTable& kernels) {
   check_numel(s.numel);
   check_choice("rule", s.rule, static_cast<int>(kernels.num_rules));
@@ -87,7 +96,8 @@ void check(const Segment& s, const KernelTable& kernels) {
   check_count(rule.name, "states", s.states.size(), rule.num_states);
   check_choice("form", s.form, kNumMasterForms);
   check_address("master", s.master, kMasterSize[s.form], s.numel);
-  for (const Address state : s.states) check_address("state", state, sizeof(float), s.numel);
+  for (const Address state : s.states) check_address("state", state, rule.state_size, s.numel);
+  check(s.origin, rule);
   for (const LoggedStep& step : s.log) check(step, s, rule);
   if (!s.log.empty() && s.form != kFull) check_address("base", s.base, kParamSize[s.form], s.numel);
   if (s.grad == 0) return;
@@ -181,12 +191,13 @@ class BlockSums {
 
 // Calls visit(address, size_bytes) with all that the updates of some elements of a segment write beside its parameter.
 template <class Visit>
-void each_written(const Segment& s, std::size_t first, std::size_t numel, const Visit& visit) {
+void each_written(const KernelTable& kernels, const Segment& s, std::size_t first, std::size_t numel,
+                  const Visit& visit) {
   const auto part = [&](Address address, std::size_t itemsize) {
     if (address != 0 && itemsize != 0) visit(address + first * itemsize, numel * itemsize);
   };
   part(s.master, kMasterSize[s.form]);
-  for (const Address state : s.states) part(state, sizeof(float));
+  for (const Address state : s.states) part(state, kernels.rules[s.rule].state_size);
   if (s.grad != 0) part(s.tail, kParamSize[s.form]);
 }
 
@@ -210,13 +221,26 @@ void master_from_param(const KernelTable& kernels, int form, const void* param, 
   }
 }
 
+// Elements of a run, from one on, that lie together in the whole parameter; at most `numel`.
+struct Stretch {
+  Stretch(const Origin& origin, std::size_t first, std::size_t most) : numel(most), dither{origin.param, 0} {
+    if (origin.sizes.empty()) return;
+    std::int64_t at = origin.start + static_cast<std::int64_t>(first), index = origin.offset;
+    numel = std::min(most, static_cast<std::size_t>(origin.sizes.back() - at % origin.sizes.back()));
+    for (std::size_t dim = origin.sizes.size(); dim-- > 0; at /= origin.sizes[dim]) {
+      index += at % origin.sizes[dim] * origin.strides[dim];
+    }
+    dither.index = static_cast<std::uint32_t>(index);
+  }
+  std::size_t numel;
+  Dither dither;
+};
+
 // Master and states of a few elements, and the updates that they go through.
 class Strip {
  public:
   Strip(const KernelTable& kernels, const Segment& segment, std::size_t first, std::size_t numel)
-      : kernels_(kernels), s_(segment), first_(first), numel_(numel) {
-    for (std::size_t k = 0; k < s_.states.size(); ++k) states_[k] = pointer<float>(s_.states[k], first);
-  }
+      : kernels_(kernels), s_(segment), first_(first), numel_(numel) {}
 
   void replay() const {
     std::uint16_t unwanted[kStripNumel];  // of kFull the parameter, which is the rounded master
@@ -249,14 +273,24 @@ class Strip {
 
   void update(void* param, const void* grad, int grad_dtype, float grad_scale,
               const std::vector<float>& scalars) const {
-    kernels_.rules[s_.rule].update[s_.form][grad_dtype](param, master(), grad, states_, numel_, grad_scale,
-                                                        scalars.data());
+    const RuleKernels& rule = kernels_.rules[s_.rule];
+    for (std::size_t done = 0; done < numel_;) {
+      const Stretch stretch(s_.origin, first_ + done, numel_ - done);
+      void* states[kMaxStates] = {};
+      for (std::size_t k = 0; k < s_.states.size(); ++k) {
+        states[k] = bytes_at(s_.states[k], (first_ + done) * rule.state_size);
+      }
+      rule.update[s_.form][grad_dtype](static_cast<char*>(param) + done * kParamSize[s_.form],
+                                       static_cast<char*>(master()) + done * kMasterSize[s_.form],
+                                       static_cast<const char*>(grad) + done * kGradSize[grad_dtype], states,
+                                       stretch.numel, grad_scale, scalars.data(), stretch.dither);
+      done += stretch.numel;
+    }
   }
 
   const KernelTable& kernels_;
   const Segment& s_;
   const std::size_t first_, numel_;
-  float* states_[kMaxStates] = {};
 };
 
 void log_tile(const Segment& s, const Tile& tile, std::size_t index, const void* changed_param, EntrySpace& entry) {
@@ -287,7 +321,7 @@ bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index
   }
   if (stored) *stored = kernels.checksum(param, param_bytes);
   if (s.tail && s.grad) std::memcpy(bytes_at(s.tail, tile.first * kParamSize[s.form]), param, param_bytes);
-  each_written(s, tile.first, tile.numel, [&](Address begin, std::size_t size_bytes) {
+  each_written(kernels, s, tile.first, tile.numel, [&](Address begin, std::size_t size_bytes) {
     for (BlockSums& sums : summed) sums.note_written(begin, size_bytes);
   });
   return changed;
@@ -304,7 +338,7 @@ std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<S
     BlockSums& sums = begun.emplace_back(kernels, memory);
     for (const Segment& s : segments) {
       if (!has_work(s)) continue;
-      each_written(s, 0, static_cast<std::size_t>(s.numel),
+      each_written(kernels, s, 0, static_cast<std::size_t>(s.numel),
                    [&](Address begin, std::size_t size_bytes) { sums.expect(begin, size_bytes); });
     }
     sums.begin();

@@ -33,12 +33,21 @@ struct LoggedStep {
   std::vector<float> scalars;  // those of the rule in its order
 };
 
+// Where this rank's part of a parameter lies in the whole one, for rules that dither. Dimensions are in order of memory,
+// the slowest first; those that lie together in the part as in the whole are one.
+struct Origin {
+  std::uint32_t param;  // see Dither
+  std::int64_t start;   // of the run, within the part
+  std::int64_t offset;  // of the part's first element, within the whole
+  std::vector<std::int64_t> sizes, strides;  // of the part, and in the whole; empty: the rule does not dither
+};
+
 // A run of elements of one parameter, starting at a multiple of kTileNumel within it.
 struct Segment {
   Address param;   // kSplit: bf16, the upper half; kFull: fp16; kItself: fp32
   Address grad;    // of grad_dtype, or 0: no gradient, there is no step but the logged ones
   Address master;  // kSplit: uint16, the lower half; kFull: fp32; kItself: 0
-  std::vector<Address> states;  // fp32, those of the rule in its order
+  std::vector<Address> states;  // those of the rule in its order
   Address checksums;  // uint64 per tile, of the parameter as the last update left it; or 0: changes are not looked for
   std::int64_t numel;
   int form;        // MasterForm
@@ -50,6 +59,7 @@ struct Segment {
   Address base;    // the parameter before those, which becomes what it was after them; kFull does without: 0
   Address offsets;  // TileOffsets per tile, which get where the entry has the gradient; 0: it is not wanted there
   Address tail;     // gets the parameter as the step leaves it; 0: it is not wanted there
+  Origin origin;
 };
 
 // Memory that gets the gradients of the segments that have offsets, and the parameters that were found changed.

@@ -147,57 +147,97 @@ struct ItselfMaster {
   static void store(float value, Param* param, Master*, size_t i) { param[i] = value; }
 };
 
+// ---- states, as the update sees them ----
+
+struct Fp32States {
+  using Element = float;
+  static constexpr size_t kNumScalars = 0;
+  Fp32States(const float*, Dither) {}
+  static float load(float element) { return element; }
+  uint32_t word(size_t) const { return 0; }
+  template <size_t k>
+  static float store(float value, uint32_t) {
+    return value;
+  }
+};
+
+// bf16, rounded up with the probability with which the value lies above its lower neighbour: a change below half a last
+// place is not lost, but made now and then. `words` in optim/layout/dither.py is the same, and says where it is from.
+struct Bf16States {
+  using Element = uint16_t;
+  static constexpr size_t kNumScalars = 1;  // the step, modulo 2^24
+
+  Bf16States(const float* scalars, Dither dither)
+      : first(dither.index), before(mixed(mixed(dither.param) + static_cast<uint32_t>(scalars[0]))),
+        between(mixed(before + dither.param)) {}
+
+  static uint32_t halfway(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352d;
+    return x ^ x >> 15;
+  }
+  static uint32_t rest(uint32_t x) {
+    x *= 0x846ca68b;
+    return x ^ x >> 16;
+  }
+  static uint32_t mixed(uint32_t x) { return rest(halfway(x)); }
+
+  static float load(uint16_t element) { return from_bf16(element); }
+  uint32_t word(size_t i) const { return rest(halfway((first + static_cast<uint32_t>(i)) ^ before) ^ between); }
+  template <size_t k>
+  static uint16_t store(float value, uint32_t word) {
+    static_assert(k < 2);  // a word has dither for two
+    return static_cast<uint16_t>((bits_of(value) + (k == 0 ? word & 0xffff : word >> 16)) >> 16);
+  }
+
+  uint32_t first, before, between;
+};
+
 // ---- the update ----
 
 // IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
 float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuietNan, bits_of(value))); }
 
-template <class Rule, class Form, class Grad, size_t... k, class... State>
+template <class Rule, class States, class Form, class Grad, size_t... k, class... State>
 void update_loop(std::index_sequence<k...>, typename Form::Param* __restrict param,
                  typename Form::Master* __restrict master, const typename Grad::Element* __restrict grad, size_t numel,
-                 float grad_scale, const Rule rule, State* __restrict... states) {
+                 float grad_scale, const Rule rule, const States kept, State* __restrict... states) {
   for (size_t i = 0; i < numel; ++i) {
-    float state[] = {states[i]..., 0.0f};  // registers: a store to memory before the last load would cost a reload
+    float state[] = {States::load(states[i])..., 0.0f};  // registers: a store to memory before the last load would cost a reload
     const float weight = rule(Grad::load(grad[i]) * grad_scale, Form::load(param, master, i), state[k]...);
-    ((states[i] = settle(state[k])), ...);
+    [[maybe_unused]] const uint32_t word = kept.word(i);
+    ((states[i] = States::template store<k>(settle(state[k]), word)), ...);
     Form::store(settle(weight), param, master, i);
   }
 }
 
-template <class Rule, class Form, class Grad, size_t... k>
-void update_run(std::index_sequence<k...> all, void* param, void* master, const void* grad, float* const* states,
-                size_t numel, float grad_scale, const Rule rule) {
-  update_loop<Rule, Form, Grad>(all, static_cast<typename Form::Param*>(param),
-                                static_cast<typename Form::Master*>(master),
-                                static_cast<const typename Grad::Element*>(grad), numel, grad_scale, rule,
-                                states[k]...);
+template <class Rule, class States, class Form, class Grad>
+void update(void* param, void* master, const void* grad, void* const* states, size_t numel, float grad_scale,
+            const float* scalars, Dither dither) {
+  [&]<size_t... k>(std::index_sequence<k...> all) {
+    update_loop<Rule, States, Form, Grad>(
+        all, static_cast<typename Form::Param*>(param), static_cast<typename Form::Master*>(master),
+        static_cast<const typename Grad::Element*>(grad), numel, grad_scale, Rule(scalars),
+        States(scalars + Rule::kNumScalars, dither), static_cast<typename States::Element*>(states[k])...);
+  }(std::make_index_sequence<Rule::kNumStates>());
 }
 
-template <class Rule, class Form, class Grad>
-void update(void* param, void* master, const void* grad, float* const* states, size_t numel, float grad_scale,
-            const float* scalars) {
-  update_run<Rule, Form, Grad>(std::make_index_sequence<Rule::kNumStates>(), param, master, grad, states, numel,
-                               grad_scale, Rule(scalars));
-}
-
-template <class Rule>
-constexpr RuleKernels kernels_of() {
+template <class Rule, class States = Fp32States>
+constexpr RuleKernels kernels_of(const char* name) {
   static_assert(Rule::kNumStates <= kMaxStates);
-  return {Rule::kName,
+  return {name,
           Rule::kNumStates,
-          Rule::kNumScalars,
-          {{update<Rule, SplitMaster, Fp32Grad>, update<Rule, SplitMaster, Bf16Grad>, update<Rule, SplitMaster, Fp16Grad>},
-           {update<Rule, FullMaster, Fp32Grad>, update<Rule, FullMaster, Bf16Grad>, update<Rule, FullMaster, Fp16Grad>},
-           {update<Rule, ItselfMaster, Fp32Grad>,
-            update<Rule, ItselfMaster, Bf16Grad>,
-            update<Rule, ItselfMaster, Fp16Grad>}}};
+          sizeof(typename States::Element),
+          Rule::kNumScalars + States::kNumScalars,
+          {{update<Rule, States, SplitMaster, Fp32Grad>,
+            update<Rule, States, SplitMaster, Bf16Grad>,
+            update<Rule, States, SplitMaster, Fp16Grad>},
+           {update<Rule, States, FullMaster, Fp32Grad>,
+            update<Rule, States, FullMaster, Bf16Grad>,
+            update<Rule, States, FullMaster, Fp16Grad>},
+           {update<Rule, States, ItselfMaster, Fp32Grad>,
+            update<Rule, States, ItselfMaster, Bf16Grad>,
+            update<Rule, States, ItselfMaster, Fp16Grad>}}};
 }
-
-template <class... Rule>
-struct RuleList {
-  static constexpr size_t kNumRules = sizeof...(Rule);
-  static constexpr RuleKernels kKernels[] = {kernels_of<Rule>()...};
-};
 
 #include "rules/all.hpp"
 
@@ -262,8 +302,8 @@ double sq_sum(const void* data, size_t numel) {
 
 extern const KernelTable CONCAT(kernels_, KERNEL_ISA);  // a const object is internal unless declared so
 const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
-    .rules = AllRules::kKernels,
-    .num_rules = AllRules::kNumRules,
+    .rules = kRules,
+    .num_rules = sizeof kRules / sizeof *kRules,
     .split = split_run,
     .join = join_run,
     .fp16_to_fp32 = fp16_to_fp32_run,

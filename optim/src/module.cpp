@@ -38,12 +38,17 @@ void bind_types(nb::module_& m) {
       .def_rw("grad_scale", &LoggedStep::grad_scale)
       .def_rw("scalars", &LoggedStep::scalars);
 
+  nb::class_<Origin>(m, "Origin")
+      .def(nb::init<std::uint32_t, std::int64_t, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>>(),
+           "param"_a, "start"_a, "offset"_a, "sizes"_a, "strides"_a);
+
   nb::class_<Segment>(m, "Segment")
       .def(
           "__init__",
           [](Segment* self, Address param, Address grad, Address master, std::vector<Address> states,
              Address checksums, std::int64_t numel, int form, int grad_dtype, int rule, float grad_scale,
-             std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets, Address tail) {
+             std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets, Address tail,
+             Origin origin) {
             new (self) Segment{param,
                                grad,
                                master,
@@ -58,11 +63,12 @@ void bind_types(nb::module_& m) {
                                std::move(log),
                                base,
                                offsets,
-                               tail};
+                               tail,
+                               std::move(origin)};
           },
           nb::kw_only(), "param"_a, "grad"_a, "master"_a, "states"_a, "checksums"_a, "numel"_a, "form"_a,
           "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a, "log"_a, "base"_a, "offsets"_a,
-          "tail"_a)
+          "tail"_a, "origin"_a)
       .def_rw("param", &Segment::param)
       .def_rw("grad", &Segment::grad)
       .def_rw("master", &Segment::master)

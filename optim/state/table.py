@@ -13,7 +13,7 @@ from nvme_offload.offload._torch_private import without_torch_function
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.shards.stored import TieredShard
 from nvme_offload.optim.kernels import KernelPool, OnAccelerator
-from nvme_offload.optim.layout.flat import Layout, flat_view, storage_of
+from nvme_offload.optim.layout.flat import Layout, Origin, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -155,6 +155,7 @@ class ParamTable:
     def __init__(self) -> None:
         self._records: list[ParamRecord] = []
         self._by_leaf: dict[torch.Tensor, ParamRecord] = {}
+        self._origins: dict[int, Origin] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -168,6 +169,14 @@ class ParamTable:
     def __contains__(self, leaf: object) -> bool:
         return self.find(leaf) is not None
 
+    def log_dtype_of(self, index: int) -> torch.dtype:
+        """Return `ParamRecord.log_dtype` of a parameter."""
+        return self._records[index].log_dtype
+
+    def origin_of(self, index: int) -> Origin | None:
+        """Return the origin of this rank's part of a parameter whose rule dithers."""
+        return self._origins.get(index)
+
     def find(self, leaf: object) -> ParamRecord | None:
         """Return the record of a parameter; None for anything else."""
         return self._by_leaf.get(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -176,9 +185,13 @@ class ParamTable:
         """Return the record of a parameter that is known to have one."""
         return self._by_leaf[leaf]
 
-    def add(self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule) -> ParamRecord:
+    def add(
+        self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule, origin: Origin | None = None
+    ) -> ParamRecord:
         """Make a record for a parameter that is new to the optimizer."""
         record = ParamRecord(len(self._records), leaf, name, group, rule)
+        if origin is not None:
+            self._origins[record.index] = origin
         # No call in between: a signal handler sees it in both, or in the first, from which `drop` takes it.
         self._records += (record,)
         self._by_leaf[leaf] = record
@@ -273,3 +286,7 @@ class PlacesInTable(NamedTuple):
     def checksums(self, run: Run) -> torch.Tensor | None:
         """See `Places`."""
         return self.table[run.param].checksums_of(run, on_device=self.on_device)
+
+    def origin(self, run: Run) -> Origin | None:
+        """See `Places`."""
+        return self.table.origin_of(run.param)

@@ -10,6 +10,7 @@ import torch
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.split import check_not_elsewhere
 from nvme_offload.optim.layout.flat import check_no_overlap, check_param, storage_of
+from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
@@ -38,7 +39,9 @@ def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], numbe
     new = new_params(rule, group, number, store.table)
     for leaf, name in new.items():
         check_not_elsewhere(store, leaf, name)
-    return [store.table.add(leaf, name, number, rule.of(group)) for leaf, name in new.items()]
+    table, own = store.table, rule.of(group)
+    origins = (Part.of(leaf).origin(len(table)) if own.dithers else None for leaf in new)
+    return [table.add(*pair, number, own, origin) for pair, origin in zip(new.items(), origins, strict=True)]
 
 
 def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -31,7 +31,7 @@ def scalars_of(
             key = number, record.steps + 1
             if key not in by_step:
                 [scale] = rounded(-grad_scale if group.get("maximize") else grad_scale)
-                by_step[key] = StepScalars(own.scalars(group, key[1]), scale)
+                by_step[key] = StepScalars(own.scalars(group, key[1]), scale, own.dither(key[1]))
             scalars[record.index] = by_step[key]
     return scalars
 
@@ -44,7 +44,7 @@ def check_group(
     other = rule.of(group)
     for record in records:
         if record.rule != other:
-            asked = ", ".join(f"{key} = {group[key]!r}" for key in rule.shaping)
+            asked = ", ".join(f"{key} = {group.get(key)!r}" for key in rule.shaping)
             raise ValueError(
                 f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "
                 f"{_listed(record.rule)}; make a new {owner} for that"
@@ -52,4 +52,4 @@ def check_group(
 
 
 def _listed(rule: UpdateRule) -> str:
-    return ", ".join(f"{state.name} (from {state.birth:g})" for state in rule.states) or "none"
+    return ", ".join(f"{state.name} ({state.dtype}, from {state.birth:g})" for state in rule.states) or "none"

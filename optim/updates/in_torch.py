@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
+from nvme_offload.optim.layout.dither import store_rounded, words
 from nvme_offload.optim.layout.flat import unflatten
 from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
 from nvme_offload.optim.updates.updater import Updater
@@ -100,10 +101,22 @@ def update_run(
         update(master, grad, states, run.scalars.of_rule)
         for values in () if on_host else (master, *states):
             values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
-        for state, updated in zip(run.states, states, strict=True):
-            state[part].copy_(updated)  # where it is fp32, it is the same memory
+        chance = _chance_of(run, part)
+        for number, (state, updated) in enumerate(zip(run.states, states, strict=True)):
+            if chance is not None and state.dtype is torch.bfloat16:
+                store_rounded(state[part], updated, chance, number)
+            else:
+                state[part].copy_(updated)  # where it is fp32, it is the same memory
         here.divide(master, param, lower)
     if run.checksums is None or differ is None:
         return torch.zeros((), dtype=torch.int64, device=run.param.device)
     run.checksums.copy_(here.tile_checksums(run.param))
     return differ.sum()
+
+
+def _chance_of(run: RunTensors, part: slice) -> torch.Tensor | None:
+    """Return by what the states of these elements are dithered; None where they are not."""
+    if run.origin is None:
+        return None
+    first, last = run.start + part.start, run.start + min(part.stop, run.param.numel())
+    return words(run.origin, first, last, run.scalars.dither[0], run.param.device)

@@ -88,7 +88,7 @@ class LoggedKernel(Updater):
         """Return the place for an entry of this update, or None to rewrite the subgroup. Either has room."""
         extents, index, format_ = self._logs.extents, self.subgroup.index, self._logs.format_of(self.subgroup)
         is_wide = any(run.grad.dtype.itemsize > format_.grad_itemsize for run in runs.values())
-        has_many = any(len(run.scalars.of_rule) > MAX_SCALARS for run in runs.values())
+        has_many = any(len(run.scalars.of_kernel) > MAX_SCALARS for run in runs.values())
         if not (extents.is_due(index) or is_wide or has_many):
             try:
                 extents.to_append(index)
@@ -112,5 +112,5 @@ class LoggedKernel(Updater):
             number,
             grad_dtype=run.grad.dtype,
             grad_scale=run.scalars.grad_scale,
-            scalars=run.scalars.of_rule,
+            scalars=run.scalars.of_kernel,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,7 @@ from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
 from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -22,22 +24,30 @@ BaseTensors = tuple[torch.Tensor, torch.Tensor]
 """State and tail of a base, 1D int32 each."""
 
 
+class LoggedParams(Protocol):
+    """The logs need to know this of parameters, by index."""
+
+    def log_dtype_of(self, index: int) -> torch.dtype:
+        """Return the dtype that its gradients are expected to have: wider ones are not logged."""
+
+    def origin_of(self, index: int) -> Origin | None:
+        """Return the origin of this rank's part, where the rule dithers."""
+
+
 class SlotLogs:
     """Reads, replays and drafts the entries of a durable optimizer's logs.
 
     Args:
         extents: where bases and entries are.
-        log_dtype_of: gives `ParamRecord.log_dtype` of a parameter, by its index.
+        params: those whose updates are logged.
         period: every how many steps a subgroup is rewritten.
     """
 
-    def __init__(
-        self, extents: ExtentRing, log_dtype_of: Callable[[int], torch.dtype], kernels: KernelPool, period: int
-    ) -> None:
+    def __init__(self, extents: ExtentRing, params: LoggedParams, kernels: KernelPool, period: int) -> None:
         self.period = period
         self.extents = extents
         self.kernels = kernels
-        self._log_dtype_of = log_dtype_of
+        self._params = params
         self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
 
     def itemsize_of(self, form: MasterForm, rule: UpdateRule, log_dtype: torch.dtype) -> int:
@@ -101,12 +111,14 @@ class SlotLogs:
             states=state_views(subgroup, memory, run),
             checksums=tensors.checksums if tensors is not None else None,
             rule=subgroup.rule,
-            scalars=scalars.of_rule,
+            scalars=scalars.of_kernel,
             grad_scale=scalars.grad_scale,
             log=log,
             base=base,
             offsets=offsets,
             tail=base if completes else None,
+            origin=self._params.origin_of(run.param),
+            start=run.start,
         )
 
     def base_view(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor | None:
@@ -175,7 +187,7 @@ class SlotLogs:
         """Return the format of a subgroup's entries."""
         known = self._formats.get(subgroup.index)
         if known is None or known[0] is not subgroup:
-            dtype = self._log_dtype_of(subgroup.runs[0].param)
+            dtype = self._params.log_dtype_of(subgroup.runs[0].param)
             known = self._formats[subgroup.index] = subgroup, EntryFormat.of(subgroup, dtype)
         return known[1]
 

@@ -37,7 +37,7 @@ class NativeKernel(Updater):
         if segment is None:
             segment = made[run.param] = self._made(work.runs[run.param])
         param, grad = work.addresses(run)
-        segment.renew(param, grad, GradDtype.of(work.grads[run.param]), scalars.grad_scale, scalars.of_rule)
+        segment.renew(param, grad, GradDtype.of(work.grads[run.param]), scalars.grad_scale, scalars.of_kernel)
         return segment
 
     def _made(self, run: RunTensors) -> Segment:
@@ -48,6 +48,8 @@ class NativeKernel(Updater):
             states=run.states,
             checksums=run.checksums,
             rule=self.subgroup.rule,
-            scalars=run.scalars.of_rule,
+            scalars=run.scalars.of_kernel,
             grad_scale=run.scalars.grad_scale,
+            origin=run.origin,
+            start=run.start,
         )

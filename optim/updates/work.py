@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
 from nvme_offload.optim.updates.whole_params import WholeParams
 
@@ -20,6 +21,13 @@ class StepScalars(NamedTuple):
     of_rule: tuple[float, ...]
     grad_scale: float
     """The gradient is multiplied by this: unscaling and clipping in one factor, negative to maximize."""
+    dither: tuple[float, ...] = ()
+    """It is what `UpdateRule.dither` gives."""
+
+    @property
+    def of_kernel(self) -> tuple[float, ...]:
+        """All that a kernel takes, and a log keeps, but for the factor."""
+        return (*self.of_rule, *self.dither) if self.dither else self.of_rule
 
 
 class RunTensors(NamedTuple):
@@ -33,6 +41,10 @@ class RunTensors(NamedTuple):
     checksums: torch.Tensor | None
     """Checksums of the parameter as the last update left it, int64 per tile; None for an fp32 parameter."""
     scalars: StepScalars
+    origin: Origin | None = None
+    """The origin of this rank's part of the parameter, for a rule that dithers."""
+    start: int = 0
+    """The run's first element in that part."""
 
 
 class Places(Protocol):
@@ -46,6 +58,9 @@ class Places(Protocol):
 
     def checksums(self, run: Run) -> torch.Tensor | None:
         """Return the checksums that belong to a run; None in fp32."""
+
+    def origin(self, run: Run) -> Origin | None:
+        """Return the origin of the parameter, whose rule dithers; else None."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,8 @@ class SubgroupStep:
             state_views(subgroup, memory, run),
             self.places.checksums(run),
             self.scalars[run.param],
+            self.places.origin(run),
+            run.start,
         )
 
     def addresses(self, run: Run) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from nvme_offload.offload.activations.activation_swapper import ActivationSwappe
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.devices.numa import stay_near
 from nvme_offload.offload.host.available_memory import ranks_on_host
@@ -53,7 +53,7 @@ OptimizerFactory = Callable[..., OffloadOptimizer]
 
 def initialize(
     model: nn.Module,
-    config: OffloadConfig | Mapping[str, Any] | str | Path | None = None,
+    config: SectionLike | None = None,
     *,
     mesh: DeviceMesh | None = None,
     lr_scheduler: SchedulerFactory | None = None,
@@ -141,7 +141,7 @@ class _Making:
     def read(
         cls,
         model: nn.Module,
-        config: OffloadConfig | Mapping[str, Any] | str | Path,
+        config: SectionLike,
         mesh: DeviceMesh | None,
         blocks: Iterable[str] | None,
         weights: str | os.PathLike[str] | None,
@@ -277,7 +277,9 @@ def _rule_of(optimizer: OptimizerFactory) -> UpdateRule:
             f"initialize: optimizer = {optimizer!r}: pass a subclass of OffloadOptimizer, or functools.partial of one; "
             "an optimizer that keeps its state in memory cannot be offloaded"
         )
-    return found.rule
+    if not isinstance(optimizer, partial) or found.rule.name not in OPTIMIZERS:
+        return found.rule
+    return found.rule.of({**OPTIMIZERS[found.rule.name], **optimizer.keywords})
 
 
 def _made_already(optimizer: Optimizer) -> str:

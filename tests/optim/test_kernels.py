@@ -15,6 +15,9 @@ import torch
 from nvme_offload import UpdateRule
 from nvme_offload.optim import _kernels, kernels
 from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.optim.layout.dither import words
+from nvme_offload.optim.layout.flat import Origin
+from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.rules import CASES, NAMES
@@ -523,3 +526,40 @@ def test_fp32_narrows_as_in_torch_at_every_tie_and_beside_it(pool):
     nan = values.isnan()
     assert torch.equal(narrowed[~nan].view(torch.int16), expected[~nan].view(torch.int16))
     assert bool(narrowed[nan].isnan().all())
+
+
+HOST = torch.device("cpu")
+
+
+def chances(step, param=0, numel=2**16):
+    return words(Origin(param, 0, (numel,), (1,)), 0, numel, step, HOST)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+@pytest.mark.parametrize("cuts", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_an_element_has_the_same_chance_in_every_part(order, cuts):
+    whole = (6, 4, 10)
+    flat = [whole[dim] for dim in order]
+    everywhere = chances(3, 7, 240).reshape(flat).permute(*sorted(range(3), key=order.__getitem__))
+    for half in (0, 1):
+        shape = tuple(size // 2 if dim in cuts else size for dim, size in enumerate(whole))
+        offsets = tuple(half * size if dim in cuts else 0 for dim, size in enumerate(shape))
+        part = Part(torch.Size(whole), offsets, shape, order)
+        origin = part.origin(7)
+        numel = part.whole.numel() // 2 ** len(cuts)
+        starts = range(0, numel, 50)
+        found = torch.cat([words(origin, start, min(start + 50, numel), 3, HOST) for start in starts])
+        box = everywhere[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
+        assert torch.equal(found, box.permute(order).flatten())
+
+
+def test_chances_have_no_pattern():
+    """Each bit is set in half of the cases, whatever the others, the elements beside, steps and parameters say."""
+    drawn = [chances(step, param) for step, param in ((1, 0), (2, 0), (1, 1), (2**24 - 1, 0), (2, 1))]
+    bits = torch.stack([word >> bit & 1 for word in drawn for bit in range(32)]).double() * 2 - 1
+    bits = torch.cat([bits, bits.roll(1, 1), bits.roll(64, 1)])
+    correlated = bits @ bits.T / bits.shape[1]
+    correlated.fill_diagonal_(0)
+    limit = 6 / bits.shape[1] ** 0.5  # six sigma, of 115,000 pairs
+    assert float(bits.mean(1).abs().max()) < limit
+    assert float(correlated.abs().max()) < limit

@@ -43,7 +43,7 @@ class Entry:
             offsets=self.offsets,
             numel=NUMEL,
             grad_dtype=self.grad_dtype,
-            scalars=self.scalars.of_rule,
+            scalars=self.scalars.of_kernel,
             grad_scale=self.scalars.grad_scale,
         )
 

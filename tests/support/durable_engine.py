@@ -12,6 +12,7 @@ TIERS = {
     "backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
     "unclipped": {"overlap_step": "off", "gradient_clipping": 0.0},
     "speculate": {"overlap_step": "speculate"},
+    "moments in bf16": {"optimizer": {"params": {"weight_decay": 0.1, "state_dtype": "bf16"}}},
 }
 TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
 

@@ -11,21 +11,22 @@ import torch
 from nvme_offload import UpdateRule, rounded
 from nvme_offload.optim import kernels
 from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.updates.work import StepScalars
 from tests.support.rules import CASES, RuleCase
-from tests.support.twins import split_reference, step_reference, twin_of
+from tests.support.twins import round_states, split_reference, step_reference, twin_of
 
 POOLS = [KernelPool(threads, isa=isa) for isa in available_isas() for threads in (1, 2, 3)]
 
 
-[ADAMW] = (case for case in CASES if case.name == "AdamW")
+ADAMW = CASES[0]
 
 
 def scalars_at(step: int, case: RuleCase = ADAMW, *, grad_scale: float = 0.37, **changes) -> StepScalars:
     settings = {**case.settings, "lr": 1e-2, **changes}
     [scale] = rounded(-grad_scale if settings.get("maximize") else grad_scale)
-    return StepScalars(case.rule.scalars(settings, step), scale)
+    return StepScalars(case.rule.scalars(settings, step), scale, (float(step),) if case.rule.dithers else ())
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -47,7 +48,7 @@ class State:
     @classmethod
     def of(cls, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> "State":
         param, master = stored(weights, form)
-        states = [torch.full((len(weights),), state.birth) for state in case.rule.states]
+        states = [torch.full((len(weights),), state.birth, dtype=state.dtype) for state in case.rule.states]
         return cls(param, master, case.rule, states, POOLS[0].tile_checksums(param))
 
     def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: StepScalars, **log: Any) -> int:
@@ -61,8 +62,9 @@ class State:
             states=self.states,
             checksums=self.checksums,
             rule=self.rule,
-            scalars=scalars.of_rule,
+            scalars=scalars.of_kernel,
             grad_scale=scalars.grad_scale,
+            origin=Origin(0, 0, (self.param.numel(),), (1,)) if self.rule.dithers else None,
             **log,
         )
 
@@ -77,7 +79,7 @@ class State:
         if master is not None:
             pairs["master"] = self.master, master
         named = zip(self.rule.states, self.states, twin.states, strict=True)
-        pairs |= {state.name: (own, torch.as_tensor(other)) for state, own, other in named}
+        pairs |= {state.name: (own.float(), torch.as_tensor(other)) for state, own, other in named}
         return [name for name, pair in pairs.items() if not same_bits(*pair)]
 
 
@@ -95,7 +97,7 @@ def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.T
 class Twin:
     def __init__(self, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> None:
         self.form = form
-        self.formula = twin_of(case.name)
+        self.formula, self.rule = twin_of(case.name), case.rule
         self.master = weights
         self.states = [np.full_like(weights, state.birth) for state in case.rule.states]
         self.stored = stored(weights, form)
@@ -104,6 +106,7 @@ class Twin:
         self.master, *self.states = step_reference(
             self.formula, self.master, grad.float().numpy(), self.states, scalars.of_rule, scalars.grad_scale
         )
+        self.states = round_states(self.rule, self.states, int(sum(scalars.dither)))
         self.stored = stored(self.master, self.form)
 
 

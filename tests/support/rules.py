@@ -26,9 +26,12 @@ class RuleCase:
     """Changes of `settings` that take another way through the formula."""
     smooth: bool = True
     """Whether a last place of a gradient moves a weight by little, so that each element can be compared."""
+    tolerance: float = 1e-6
+    """By how much of their norm weights may differ from torch's after 100 steps."""
 
     def __str__(self) -> str:
-        return ",".join([self.name, *(f"{key}={self.settings[key]}" for key in self.rule.shaping)])
+        shaping = [key for key in self.rule.shaping if key in self.settings]
+        return ",".join([self.name, *(f"{key}={self.settings[key]}" for key in shaping)])
 
     def changed(self, **changes: Any) -> RuleCase:
         return replace(self, settings={**self.settings, **changes})
@@ -52,7 +55,9 @@ class RuleCase:
         return {**params, "adam_w_mode": False} if self.name == "Adam" else params
 
     def make_torch(self, params: Params, **changes: Any) -> torch.optim.Optimizer:
-        return self.torch_class(params, **{**self.settings, **changes})
+        settings = {**self.settings, **changes}
+        settings.pop("state_dtype", None)
+        return self.torch_class(params, **settings)
 
     def twin(self, params: list[torch.Tensor], **options: Any) -> Twin:
         return Twin(params, settings={"maximize": False, **self.settings}, rule=self.rule, **options)
@@ -109,5 +114,10 @@ CASES = [
         ({}, {"weight_decay": 0.0}, {"maximize": True}),
     ),
 ]
+IN_BF16 = [
+    replace(case.changed(state_dtype="bf16"), variants=({}, {"betas": (0.3, 0.9)}), smooth=False, tolerance=2e-3)
+    for case in CASES[:2]
+]
+CASES[-1:-1] = IN_BF16
 NAMES = {case.name: case for case in reversed(CASES)}  # one case of each optimizer
 VARIANTS = [(case, changes) for case in CASES for changes in case.variants]

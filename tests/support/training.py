@@ -19,7 +19,7 @@ from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
 from tests.support.forked import ROOT, run_code
-from tests.support.twins import split_reference, step_reference, twin_of
+from tests.support.twins import round_states, split_reference, step_reference, twin_of
 
 BLOCK = 65536
 MILLION = 10**6
@@ -149,6 +149,7 @@ class Twin:
                 self.rule.scalars(settings, self.steps[i]),
                 -coef if settings.get("maximize") else coef,
             )
+            states = round_states(self.rule, states, self.steps[i], i)
             for values, updated in zip(self.states.values(), states, strict=True):
                 values[i] = updated
         return norm

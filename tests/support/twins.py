@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nvme_offload import UpdateRule
+
 Fp32 = npt.NDArray[np.float32]
 Bits16 = npt.NDArray[np.uint16]
 Twin = Callable[..., tuple[Fp32, ...]]
 """Takes the scaled gradient, the master, each state, and the scalars; returns master and states, new arrays."""
 
+_ZERO = np.uint32(0)
 _QUIET_NAN = np.float32(np.nan)  # 0x7fc00000
 
 
@@ -25,8 +28,8 @@ def adamw(grad, master, exp_avg, exp_avg_sq, s):
 
 
 def adam(grad, master, exp_avg, exp_avg_sq, s):
-    if s.weight_decay != 0:
-        grad = grad + s.weight_decay * master
+    if s.decay != 0:
+        grad = grad + s.decay * master
     exp_avg, exp_avg_sq, change = moments(grad, exp_avg, exp_avg_sq, s)
     return master - change, exp_avg, exp_avg_sq
 
@@ -86,6 +89,30 @@ def step_reference(
     exact = type(scalars)(*(np.float32(value) for value in scalars))
     with np.errstate(all="ignore"):
         return [settle(values) for values in twin(grad * np.float32(grad_scale), master, *states, exact)]
+
+
+def round_states(rule: UpdateRule, states: Sequence[Fp32], step: int, param: int = 0, first: int = 0) -> list[Fp32]:
+    """States as they are kept: in bf16 rounded up where a hash of parameter, step and index passes what is cut off."""
+    if not rule.dithers:
+        return list(states)
+    with np.errstate(over="ignore"):
+        before = _hashed(_hashed(np.uint32(param)) + np.uint32(step % 2**24))
+        between = _hashed(before + np.uint32(param))
+        words = _hashed(np.arange(first, first + states[0].size, dtype=np.uint32) ^ before, between)
+    dithers = words & np.uint32(0xFFFF), words >> np.uint32(16)
+    bits = [settle(values).view(np.uint32) for values in states]
+    return [
+        np.where(np.isnan(values), bit, np.where(bit % 2**16 + dither >= 2**16, bit + 2**16, bit) >> 16 << 16)
+        .astype(np.uint32)
+        .view(np.float32)
+        for values, bit, dither in zip(states, bits, dithers, strict=True)
+    ]
+
+
+def _hashed(x, between=_ZERO):  # lowbias32
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15)) ^ between) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
 
 
 def settle(values: Fp32) -> Fp32:

@@ -1,6 +1,5 @@
 // Adagrad: Duchi, Hazan and Singer, JMLR 12 (2011), in the order of torch's for-loop (torch/optim/adagrad.py).
 struct Adagrad {
-  static constexpr const char* kName = "Adagrad";
   static constexpr size_t kNumStates = 1, kNumScalars = 3;
 
   explicit Adagrad(const float* scalars)

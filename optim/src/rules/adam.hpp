@@ -1,6 +1,5 @@
 // Adam: Kingma and Ba, arXiv:1412.6980, with torch's L2 penalty in the gradient.
 struct Adam {
-  static constexpr const char* kName = "Adam";
   static constexpr size_t kNumStates = 2, kNumScalars = 1 + Moments::kNumScalars;
 
   explicit Adam(const float* scalars) : weight_decay(scalars[0]), decays(weight_decay != 0.0f), moments(scalars + 1) {}

@@ -1,6 +1,5 @@
 // AdamW: decoupled weight decay, Loshchilov and Hutter, arXiv:1711.05101.
 struct AdamW {
-  static constexpr const char* kName = "AdamW";
   static constexpr size_t kNumStates = 2, kNumScalars = 1 + Moments::kNumScalars;
 
   explicit AdamW(const float* scalars) : decay(scalars[0]), moments(scalars + 1) {}

@@ -8,4 +8,13 @@
 #include "lion.hpp"
 #include "sgd.hpp"
 
-using AllRules = RuleList<AdamW, Adam, Lion, Adagrad, SGD, SGDMomentum>;
+constexpr RuleKernels kRules[] = {
+    kernels_of<AdamW>("AdamW"),
+    kernels_of<Adam>("Adam"),
+    kernels_of<Lion>("Lion"),
+    kernels_of<Adagrad>("Adagrad"),
+    kernels_of<SGD>("SGD"),
+    kernels_of<SGDMomentum>("SGD with momentum"),
+    kernels_of<AdamW, Bf16States>("AdamW with bf16 states"),
+    kernels_of<Adam, Bf16States>("Adam with bf16 states"),
+};

@@ -1,6 +1,5 @@
 // Lion: Chen et al., arXiv:2302.06675.
 struct Lion {
-  static constexpr const char* kName = "Lion";
   static constexpr size_t kNumStates = 1, kNumScalars = 6;
 
   explicit Lion(const float* scalars)

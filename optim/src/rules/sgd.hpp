@@ -1,6 +1,5 @@
 // Stochastic gradient descent, in the order of torch's for-loop (torch/optim/sgd.py).
 struct SGD {
-  static constexpr const char* kName = "SGD";
   static constexpr size_t kNumStates = 0, kNumScalars = 2;
 
   explicit SGD(const float* scalars) : lr(scalars[0]), weight_decay(scalars[1]), decays(weight_decay != 0.0f) {}
@@ -14,7 +13,6 @@ struct SGD {
 };
 
 struct SGDMomentum {
-  static constexpr const char* kName = "SGD with momentum";
   static constexpr size_t kNumStates = 1, kNumScalars = 6;
 
   explicit SGDMomentum(const float* scalars)

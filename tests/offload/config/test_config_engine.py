@@ -43,7 +43,18 @@ BAD = [
     ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled = 1", "write true or false"),
     ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
     ({**BF16, "bfloat16": {"enabled": False}}, 'bfloat16 = {"enabled": false}', "another spelling of it; keep bf16"),
-    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states = true", "write false or leave it out"),
+    (
+        {"bf16": {"bf16_optimizer_states": True}, "optimizer": {"type": "Lion"}},
+        "bf16.bf16_optimizer_states = true",
+        "the moments of Lion are fp32 here; write false or leave it out",
+    ),
+    (
+        {"bf16": {"bf16_optimizer_states": True}, **adam(state_dtype="fp32")},
+        "bf16.bf16_optimizer_states = true",
+        "the moments of AdamW are fp32 here",
+    ),
+    (adam(state_dtype="fp16"), 'optimizer.params.state_dtype = "fp16"', "write one of these"),
+    ({"optimizer": {"type": "Lion", "params": {"state_dtype": "bf16"}}}, "optimizer.params.state_dtype", "no such"),
     ({**BF16, **FP16}, "fp16.enabled = true", "bf16.enabled = true beside it; write true in one of them only"),
     ({**BF16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled = true beside it"),
     ({**FP16, **AUTOCAST}, "torch_autocast.enabled = true", "fp16.enabled = true beside it"),
@@ -193,7 +204,7 @@ def test_defaults():
     for name in config.torch_autocast.lower_precision_safe_modules:
         assert issubclass(getattr(torch.nn, name.removeprefix("torch.nn.")), torch.nn.Module)
     assert config.scheduler is None
-    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"}
     assert config.optimizer.hyperparameters == expected
 
 
@@ -272,7 +283,7 @@ def test_optimizer_reaches_offload_adamw(kind):
     with pytest.warns(ConfigWarning, match="optimizer.params.torch_adam = true: "):
         config = OffloadConfig.from_dict({"optimizer": {"type": kind, "params": {**params, "torch_adam": True}}})
     assert config.optimizer.type.lower() == kind.lower()
-    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "state_dtype": "fp32"}
     assert config.optimizer.hyperparameters == expected
 
 

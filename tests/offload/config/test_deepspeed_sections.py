@@ -330,7 +330,7 @@ def test_auto_is_resolved_from_training_arguments(tmp_path, wrapped):
     assert resolved(path, arguments()) == config
     assert config.batch_sizes(2) == (24, 3, 4)
     assert (config.compute_dtype, config.gradient_clipping) == ("bf16", 0.7)
-    expected = {"lr": 2e-5, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01}
+    expected = {"lr": 2e-5, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01, "state_dtype": "fp32"}
     assert config.optimizer.hyperparameters == expected
     schedule = config.scheduler.params
     assert (schedule.warmup_min_lr, schedule.warmup_max_lr) == (0, 2e-5)

@@ -10,7 +10,7 @@ from nvme_offload import ConfigWarning, CorruptionError, OffloadAdamW, ResumeErr
 from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section
 from tests.support.logged_pair import ADAMW
-from tests.support.rules import CASES
+from tests.support.rules import CASES, IN_BF16
 from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot, take_steps
 
 
@@ -32,7 +32,9 @@ def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
 
 
 @pytest.mark.parametrize(
-    ("case", "period"), [(ADAMW, 2), (ADAMW, 4), *((case, 3) for case in CASES if case.rule.kernel)], ids=str
+    ("case", "period"),
+    [(ADAMW, 2), (ADAMW, 4), (IN_BF16[0], 1), *((case, 3) for case in CASES if case.rule.kernel)],
+    ids=str,
 )
 def test_the_bits_are_those_of_a_training_in_place(pairs, case, period):
     pair = pairs(case, period, seed=period)

@@ -270,6 +270,7 @@ def test_the_plan_prints_and_exports(alone, tmp_path):
         "reduce": "bf16",
         "accumulate": "fp32",
         "master": "split",
+        "states": "fp32",
         "bytes_per_parameter": {"memory": 2 + 4, "nvme": 2 + 8},
     }
     router = rows["blocks.*.router.weight"]
@@ -279,7 +280,7 @@ def test_the_plan_prints_and_exports(alone, tmp_path):
     text = str(plan)
     assert text.startswith("precision bf16, no loss scaling\n")
     line = next(line for line in text.splitlines() if line.startswith("blocks.*.router.weight"))
-    assert line.split() == ["blocks.*.router.weight", "2", "64", *["fp32"] * 5, "itself", "8", "8"]
+    assert line.split() == ["blocks.*.router.weight", "2", "64", *["fp32"] * 5, "itself", "fp32", "8", "8"]
     assert any(line.split() == ["positions", "float32"] for line in text.splitlines())
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator, make_segment
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.step.norm import sums_from_device
 from nvme_offload.optim.telemetry.stats import Meter
@@ -212,7 +213,7 @@ def weights(dtype, rule, pool):
         param.copy_(wild(NUMEL, 1))
     else:
         pool.divide(wild(NUMEL, 1), param, lower)
-    return param, lower, [torch.zeros(NUMEL) for _ in rule.states]
+    return param, lower, [torch.zeros(NUMEL, dtype=state.dtype) for state in rule.states]
 
 
 def gradient(step, dtype):
@@ -229,15 +230,17 @@ def test_operators_give_the_bits_of_the_kernel(case, changes, dtype):
     rule, group = case.rule, case.settings
     ours, theirs = weights(dtype, rule, pool), weights(dtype, rule, pool)
     is_half = dtype is not torch.float32
+    origin = Origin(3, 2**32 - 10**7, (10, 11, 607), (10**6, 10**4, 1)) if rule.dithers else None
     sums, known = (THERE.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
     for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
         if step == 2 and is_half:
             ours[0][7] = theirs[0][7] = 1.5
-        grad, scalars, scale = gradient(step, grad_dtype), rule.scalars(group, step), float(np.float32(0.7))
-        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, StepScalars(scalars, scale))
+        grad, scale = gradient(step, grad_dtype), float(np.float32(0.7))
+        scalars = StepScalars(rule.scalars(group, step), scale, (step,) if rule.dithers else ())
+        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin)
         segment = make_segment(
             param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
-            scalars=scalars, grad_scale=scale,
+            scalars=scalars.of_kernel, grad_scale=scale, origin=origin,
         )  # fmt: skip
         assert (
             int(update_run(rule.update, run, THERE, CHUNK_NUMEL))

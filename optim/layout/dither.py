@@ -1,0 +1,56 @@
+"""Round states to bf16 by chance, with the same bits whoever does it and wherever.
+
+A value between two neighbours becomes the upper one as often as it lies above the lower one. So changes of less than
+half a last place count in the mean, which rounding to the nearest loses (Connolly, Higham and Mary, "Stochastic
+rounding and its probabilistic backward error analysis", 2021). Chance is a hash of the parameter's number, its step and
+the element's index in the whole parameter: it has no state and no order, as in Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", 2011. The hash is lowbias32 (Wellons, "Prospecting for hash functions", 2018) with a second key in
+its middle; one half of it is for the first state, the other for the second. `Bf16States` in optim/src/loops.cpp does
+the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+
+from nvme_offload.optim.layout.flat import Origin
+
+_WORD = 2**32 - 1
+
+
+def words(origin: Origin, start: int, stop: int, step: float, device: torch.device) -> torch.Tensor:
+    """Return 32 random bits for each element from `start` to `stop` of a part, int64 [stop - start]."""
+    at = torch.arange(start, stop, dtype=torch.int64, device=device)
+    index = torch.full_like(at, origin.offset)
+    for size, stride in zip(reversed(origin.sizes), reversed(origin.strides), strict=True):
+        index += at % size * stride
+        at //= size
+    before = _mixed(_mixed(origin.param) + int(step) & _WORD)
+    return _rest(_halfway(index & _WORD ^ before) ^ _mixed(before + origin.param & _WORD))
+
+
+def store_rounded(state: torch.Tensor, values: torch.Tensor, words: torch.Tensor, number: int) -> None:
+    """Put fp32 values into a bf16 state, which is the first of its rule (`number` 0), the second, and so on."""
+    dither = (words >> 16 * (number % 2) & 0xFFFF).int()
+    bits = values.masked_fill(values.isnan(), math.nan).view(torch.int32)
+    state.view(torch.int16).copy_(bits + dither >> 16)
+
+
+Bits = TypeVar("Bits", int, torch.Tensor)
+
+
+def _mixed(x: int) -> int:
+    return _rest(_halfway(x))
+
+
+def _halfway(x: Bits) -> Bits:
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    return x ^ x >> 15
+
+
+def _rest(x: Bits) -> Bits:
+    x = x * 0x846CA68B & _WORD
+    return x ^ x >> 16
