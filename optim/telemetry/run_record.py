@@ -45,15 +45,21 @@ def place_in_words(plan: TierPlan, config: OffloadConfig, engine: str) -> str:
 def said(owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfig) -> dict[str, Any]:
     """Return what an optimizer says of itself: its numbers, and the words that a reader shows beside them."""
     tiers: dict[str, dict[str, int]] = {}
+    planned: dict[str, dict[str, int]] = {}
     for unit, tier in zip(plan.units, plan.tiers, strict=True):
         of_kind = tiers.setdefault(unit.kind, dict.fromkeys(TIERS, 0))
         of_kind[tier] += unit.size_bytes
+        if tier == "nvme":
+            moved = planned.setdefault(unit.kind, {"read": 0, "written": 0})
+            moved["read"] += unit.bytes_read
+            moved["written"] += unit.bytes_written
     return {
         "optimizer": owner,
         "engine": stats.engine,
         "queue_depth": config.aio.queue_depth * config.aio.rings,
         "paths": config.nvme_paths,
         "tiers": tiers,
+        "planned": planned,
         "limit": stats.iteration.limit if stats.iteration else None,
         "scalars": stats.scalars(),
     }
@@ -152,14 +158,18 @@ def log_of_rank(log: Path, rank: int) -> Path:
     return log if rank == 0 else log.with_name(f"{log.stem}.rank{rank}{log.suffix}")
 
 
+KINDS = {"optimizer state": "", "parameters": "param_", "gradients": "grad_"}
+"""These kinds move to and from drives. The scalars of each have names that begin so."""
+
+
 def bytes_read(scalars: Mapping[str, float]) -> float:
-    """Return the bytes read, of state, parameters and gradients."""
-    return sum(scalars.get(f"{kind}bytes_read", 0.0) for kind in ("", "param_", "grad_"))
+    """Return the bytes read, of all `KINDS`."""
+    return sum(scalars.get(f"{prefix}bytes_read", 0.0) for prefix in KINDS.values())
 
 
 def bytes_written(scalars: Mapping[str, float]) -> float:
-    """Return the bytes written, of state, parameters and gradients."""
-    return sum(scalars.get(f"{kind}bytes_written", 0.0) for kind in ("", "param_", "grad_"))
+    """Return the bytes written, of all `KINDS`."""
+    return sum(scalars.get(f"{prefix}bytes_written", 0.0) for prefix in KINDS.values())
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import typer
 
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import GB, TB, format_bytes, format_rate
-from nvme_offload.optim.telemetry.run_record import bytes_read, bytes_written, read_records
+from nvme_offload.optim.telemetry.run_record import KINDS, bytes_read, bytes_written, read_records
 from nvme_offload.perf.measure.command_line import failures_in_words
 from nvme_offload.perf.report.bench import bench_page
 from nvme_offload.perf.report.page import Line, bar_chart, line_chart, page, section, sentences, table
@@ -29,6 +29,7 @@ PARTS = {
     "the norm": "iteration_norm_seconds",
 }
 """An iteration's seconds went to these, with the scalar that has each."""
+STEP_HEAD = ("a step, by kind", "read", "written", "tier plan: read", "written")
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -78,6 +79,8 @@ def run_page(records: Records) -> str:
         section("In short", sentences(_summary(records))),
         section("Where the bytes are", table(["what", *TIERS], rows)),
     ]
+    if moved := step_rows(last):
+        sections.append(section("What a step moves, mean", table(STEP_HEAD, moved)))
     if len(records) > 1:
         sections.append(section("Over time", *_pictures(records)))
     found = {words: _values(records, name) for words, name in PARTS.items()}
@@ -91,6 +94,21 @@ def run_page(records: Records) -> str:
         f"noted {_date(records[0]['time'])} to {_date(last['time'])}{'' if last['ended'] else ', not ended there'}",
     ]
     return page(title, sections, footer, list(records))
+
+
+def step_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row below `STEP_HEAD` for each kind that a mean step has moved, or that the tier plan lets it move.
+
+    The tier plan takes the micro-batches of a step one after the other, but where the section says "vertical", and
+    counts nothing as found in a staging buffer.
+    """
+    scalars, planned, rows = record["scalars"], record.get("planned", {}), list[list[str]]()
+    for kind, prefix in KINDS.items():
+        moved = [scalars.get(f"{prefix}bytes_{way}", 0) / max(1, scalars["steps"]) for way in ("read", "written")]
+        moved += [planned.get(kind, {}).get(way, 0) for way in ("read", "written")]
+        if any(moved):
+            rows.append([kind, *(format_bytes(round(size)) for size in moved)])
+    return rows
 
 
 def _summary(records: Records) -> list[str]:

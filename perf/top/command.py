@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ from nvme_offload.offload.units import TB, format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import read_records
 from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read_health, temperature
 from nvme_offload.perf.plan.machine import Drives, MachineError
-from nvme_offload.perf.report.command import PARTS
+from nvme_offload.perf.report.command import PARTS, STEP_HEAD, step_rows
 
 BAR = 20  # characters of a bar
 HEALTH_SECONDS = 60  # the words of SMART are shown for so long: to ask costs a process, and wear is slow
@@ -80,6 +80,8 @@ def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) ->
     """
     record = run.record
     parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
+    if moved := step_rows(record):
+        parts.insert(1, _table(STEP_HEAD, moved))
     rows = list(drives.rows(record["paths"]))
     if rows:
         table = Table("path", "drive", "warmth", "worn", "written in all", box=None, pad_edge=False)
@@ -107,11 +109,19 @@ def _state(run: RunOnShow, now: float) -> Text:
 
 
 def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> Table:
-    table = Table("where", *TIERS, box=None, pad_edge=False)
+    rows = (
+        [kind, *(format_bytes(sizes[tier]) if sizes[tier] else "" for tier in TIERS)] for kind, sizes in tiers.items()
+    )
+    return _table(("where", *TIERS), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table of names and figures."""
+    table = Table(*head, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for kind, sizes in tiers.items():
-        table.add_row(kind, *(format_bytes(sizes[tier]) if sizes[tier] else "" for tier in TIERS))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

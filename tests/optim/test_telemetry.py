@@ -290,6 +290,8 @@ def test_the_record_is_the_stats_and_goes_with_the_run(tmp_path, always):
         assert sorted(os.listdir(directory)) == ["lock", "record.json", "swap"]
         assert os.path.getsize(directory / "record.json") < 4096
     assert record["tiers"]["optimizer state"]["nvme"] == optimizer.tier_plan.bytes_on("nvme", "optimizer state") > 0
+    planned = {"read": optimizer.tier_plan.bytes_read, "written": optimizer.tier_plan.bytes_written}
+    assert record["planned"] == {"optimizer state": planned}
     assert (record["pid"], record["rank"], record["world_size"], record["ended"]) == (os.getpid(), 0, 1, False)
     assert record["since"]["steps"] == 1
     optimizer.synchronize()

@@ -145,6 +145,7 @@ def test_pages_need_nothing_from_elsewhere_and_hold_their_numbers(log, bench, tm
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?!["']?data:)""", text)
         assert "<b>nvme" not in text
+        assert ("What a step moves, mean" in text) is (file == log)
         (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
         kept = json.loads(data)
         assert len(kept) == count if count else kept["results"]["write"]["series"][59]["temperature"] == 99.0

@@ -136,6 +136,7 @@ RECORD = record(
         "steps": 17,
         "achieved_depth": 12.25,
         "bytes_written": 5 << 30,
+        "grad_bytes_read": 34 << 20,
         "iteration_seconds": 2.0,
         "iteration_share_of_ideal": 0.5,
         "iteration_compute_seconds": 1.0,
@@ -145,6 +146,7 @@ RECORD = record(
         "iteration_wait_seconds_kernel": 0.0,
         "iteration_norm_seconds": None,
     },
+    planned={"gradients": {"read": 3 << 20, "written": 4 << 20}},
     since={"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0},
 )
 
@@ -166,6 +168,8 @@ def test_every_figure_is_the_records(log):
         "OffloadLion, rank 3 of 8, pid 1 on elsewhere",
         "17 steps in 1:01:01, on another host",
         "optimizer state 1 GiB 3 GiB",
+        "a step, by kind read written tier plan: read written",
+        "gradients 2 MiB 0 B 3 MiB 4 MiB",
         "read 1.00 GB/s written 0.50 GB/s rate while busy 3.00 GB/s",
         "the most in this run 4.00 GB/s",
         "depth, of 32 12.2",
