@@ -55,6 +55,11 @@ def value_of(section: Any, *path: str) -> Any:
     return None if section == "auto" else section
 
 
+def has_auto(value: Any) -> bool:
+    """Whether somebody has to put values where the section says "auto"."""
+    return value == "auto" or (isinstance(value, dict) and any(map(has_auto, value.values())))
+
+
 def on_one_rank(section: dict[str, Any], drive: str) -> dict[str, Any]:
     """Return the section for one rank and this drive: it may be for many ranks, and has paths of another machine."""
     section = copy.deepcopy(section)
@@ -140,11 +145,14 @@ def trained(section: dict[str, Any]) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config = OffloadConfig.from_training_arguments(section, arguments_for(section), num_training_steps=1000)
+            if has_auto(section) or not value_of(section, "optimizer"):
+                args, steps = arguments_for(section), value_of(section, "scheduler", "params", "total_num_steps")
+                config = OffloadConfig.from_training_arguments(section, args, num_training_steps=steps or 1000)
+            else:
+                config = OffloadConfig.from_dict(section)
+            engine, *_ = deepspeed.initialize(model=Model(), config=config)
         except ConfigError as error:
             return "refused", list(error.problems)
-        model = Model()
-        engine, *_ = deepspeed.initialize(model=model, config=config)
         before = [param.full_tensor().clone() for param in engine.module.parameters()]
         changed, losses = False, []
         tokens = torch.arange(32).reshape(2, 16)

@@ -24,8 +24,18 @@ from pydantic_core import PydanticCustomError
 from nvme_offload.offload.units import KiB, format_bytes, parse_bytes
 
 
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+Factor = Annotated[float, Field(ge=0), BeforeValidator(_no_switch)]
+
+
 def _whole(value: object) -> object:
     """Take 1e9, which is how DeepSpeed's files write element counts, for the whole number it is."""
+    value = _no_switch(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -142,6 +152,10 @@ class Section(BaseModel):
     """Keys that are refused although DeepSpeed knows them or they are planned here, each with what to do instead."""
     TRANSLATED: ClassVar[Mapping[str, tuple[str, object]]] = {}
     """Keys of `IGNORED` that are switches: where one is true -> the field that it is read as, and its value."""
+    TAKEN_FOR: ClassVar[Mapping[tuple[str, object], tuple[object, str]]] = {}
+    """Fields, each with a value that is none, which is read as another, and that is told -> the other, and why."""
+    IS_OPEN: ClassVar[bool] = False
+    """DeepSpeed ignores unknown keys in it."""
     IDLE: ClassVar[Mapping[str, tuple[str, object]]] = {}
     """Fields that a file may also have where they do nothing, which is then told -> the field, and its value, that
     they go with."""
@@ -159,6 +173,12 @@ class Section(BaseModel):
             text = "; ".join(f"{key}: {what}" for key, what, _ in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text})
         return self
+
+
+class DeepSpeedModel(Section):
+    """A section that DeepSpeed reads with pydantic, which takes "true", "on" or 1 for true, and "5" for 5."""
+
+    model_config = ConfigDict(strict=False)
 
 
 def sections(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:

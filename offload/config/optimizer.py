@@ -8,9 +8,17 @@ from pydantic_core import core_schema
 
 from nvme_offload.offload.config.keys import Contradiction, Section, each, key
 
+_OF_ADAM = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "state_dtype": "fp32",
+    "bias_correction": True,
+}
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    "AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"},
-    "Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"},
+    "AdamW": _OF_ADAM,
+    "Adam": _OF_ADAM,
     "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "Adagrad": {
         "lr": 1e-2,
@@ -96,10 +104,12 @@ class OptimizerParams(Hyperparameters):
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 
+    bias_correction: bool | None = key(None, "true or false", "same", shown=_OF_TYPE)
+    """Divide the moments by what they lack of a full average; `false` is BERT's first Adam. AdamW and Adam."""
+
     IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
     ONLY: ClassVar = {
         "amsgrad": (False, "there is no AMSGrad"),
-        "bias_correction": (True, "the moments are always corrected"),
         "fp32_optimizer_states": (True, "state_dtype says the dtype of the moments"),
     }
     REFUSED: ClassVar = {

@@ -139,6 +139,7 @@ class _Reader:
             name = model.SPELLINGS.get(spelling, spelling)
             if value is True and spelling in model.TRANSLATED:
                 name, value = model.TRANSLATED[spelling]
+            value = self._taken_for(model, name, value, f"{shown}{spelling}")
             self.is_deepspeed |= name != spelling
             field = model.model_fields.get(name)
             if field is None:
@@ -165,6 +166,15 @@ class _Reader:
                 kept[name] = value
         self._take_out_idle(model, kept, shown)
         return kept
+
+    def _taken_for(self, model: type[Section], name: str, value: object, shown: str) -> object:
+        """Return the value that this one is read as: itself, but for what `Section.TAKEN_FOR` names."""
+        if not isinstance(value, str | bool) or (name, value) not in model.TAKEN_FOR:
+            return value
+        instead, why = model.TAKEN_FOR[name, value]
+        self.ignored.append(f"{shown} = {_show(value)}: {why}")
+        self.is_deepspeed = True
+        return instead
 
     def _take_out_idle(self, model: type[Section], kept: dict[str, Any], shown: str) -> None:
         """Tell and forget keys beside another key's value with which they do nothing."""
@@ -201,7 +211,7 @@ class _Reader:
         elif why is None and (near := self._nearest(prefix, name)):
             self.problems.append(f"{this}: unknown key; {near}")
         elif why is None:  # a comment, or the key of another program
-            self.ignored.append(f"{this}: nobody knows it; DeepSpeed ignores such keys at the top level, too")
+            self.ignored.append(f"{this}: nobody knows it; DeepSpeed ignores such keys there, too")
         elif not _says(value, only):
             self.problems.append(f"{this}: {why}; write {_show(only)} or leave it out")
         else:
@@ -209,19 +219,21 @@ class _Reader:
             self.is_deepspeed = True
 
     def _nearest(self, prefix: str, name: str) -> str:
-        """Say where an unknown key belongs, or which known key it is nearest to; of the top level perhaps nothing."""
+        """Say where an unknown key belongs, or which known key it is nearest to; in an open section perhaps nothing."""
         models = dict(sections(self.root))
         names = {
             home: [*model.model_fields, *model.SPELLINGS, *model.IGNORED, *model.ONLY] for home, model in models.items()
         }
-        if homes := [home for home in names if name in names[home]]:
+        is_open = models[prefix].IS_OPEN
+        homes = [home for home in names if name in names[home]]
+        if homes and not (is_open and all(name in models[home].IGNORED for home in homes)):
             places = " or ".join(home.removesuffix(".") or "the top level" for home in homes)
             return f"{name} belongs in {places}; write {' or '.join(f'{home}{name}' for home in homes)}"
         for home in sorted(names, key=lambda home: home != prefix):  # this section first
-            known = [key for key in names[home] if prefix or key not in models[home].IGNORED]
-            if near := get_close_matches(name, known, n=1, cutoff=0.6 if prefix else 0.75):
+            known = [key for key in names[home] if not is_open or key not in models[home].IGNORED]
+            if near := get_close_matches(name, known, n=1, cutoff=0.75 if is_open else 0.6):
                 return f"the nearest known key is {home}{near[0]}"
-            if not prefix:
+            if is_open:
                 return ""
         return f"known keys here are {', '.join(models[prefix].model_fields)}"
 

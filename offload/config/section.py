@@ -37,6 +37,7 @@ from nvme_offload.offload.config.keys import (
     ByteCount,
     Contradiction,
     Count,
+    DeepSpeedModel,
     DeviceBudget,
     Section,
     Whole,
@@ -166,6 +167,7 @@ class AioConfig(Section):
         "single_submit": "requests are always submitted in batches",
         "overlap_events": "submitting and reaping always overlap",
         "use_gds": "every transfer goes through host memory",
+        "enabled": "DeepSpeed does not read it either; what goes through it is said by each device",
     }
 
 
@@ -243,7 +245,7 @@ class OffloadOptimizerConfig(TierConfig):
         return _DEFAULT_RUN if self.durable is True else self.durable or None
 
 
-class ZeroOptimizationConfig(Section):
+class ZeroOptimizationConfig(DeepSpeedModel):
     """It says what is sharded, and what is offloaded."""
 
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
@@ -343,6 +345,11 @@ class OffloadConfig(Section):
         "bfloat16": "bf16",
         "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
         "zero_optimization.aio": "aio",  # where Hugging Face's documentation has it
+    }
+    IS_OPEN: ClassVar = True
+    TAKEN_FOR: ClassVar = {
+        ("zero_optimization", False): ({}, "an old spelling of stage 0"),
+        ("zero_optimization", True): ({"stage": 1}, "an old spelling of stage 1"),
     }
     IGNORED: ClassVar = TOP_IGNORED
     ONLY: ClassVar = TOP_ONLY

@@ -11,8 +11,8 @@ from nvme_offload.offload.config.keys import (
     ByteCount,
     Contradiction,
     Count,
+    DeepSpeedModel,
     NumElements,
-    Section,
     Whole,
     key,
 )
@@ -45,7 +45,7 @@ def _file(value: Any) -> Path:
 FilePath = Annotated[Path, BeforeValidator(_file), WithJsonSchema({"type": "string"})]
 
 
-class TierConfig(Section):
+class TierConfig(DeepSpeedModel):
     """The place of something: on a drive it has swap files."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these")

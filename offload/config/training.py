@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from nvme_offload.offload.config.keys import Contradiction, Count, Section, Whole, each, key
+from nvme_offload.offload.config.keys import Contradiction, Count, DeepSpeedModel, Factor, Section, Whole, each, key
 from nvme_offload.offload.errors import ConfigError
 
 _SPELLINGS = {
@@ -29,7 +29,7 @@ DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), _dty
 HalfDType = Annotated[Literal["bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("bf16", "fp16")]
 
 
-class Bf16Config(Section):
+class Bf16Config(DeepSpeedModel):
     """Forward and backward in bf16 with fp32 master weights."""
 
     enabled: bool = key(False, "true or false", "same")
@@ -48,12 +48,12 @@ class Bf16Config(Section):
     ONLY: ClassVar = {"bf16_master_weights_and_grads": (False, "master weights are fp32")}
 
 
-class Fp16Config(Section):
+class Fp16Config(DeepSpeedModel):
     """Forward and backward in fp16 with fp32 master weights and loss scaling."""
 
     enabled: bool = key(False, "true or false", "same")
     """Compute and gather in fp16, with loss scaling as the keys below say; so has `torch_autocast` with fp16."""
-    loss_scale: float = key(0.0, "a number, 0 or more", "same", "factor", ge=0)
+    loss_scale: Factor = key(0.0, "a number, 0 or more", "same", "factor")
     """Constant loss scale, 0 or more. 0 is dynamic: it halves after overflows and doubles after good steps."""
     initial_scale_power: Whole = key(16, "a whole number, 0..126", "same", "power of 2", ge=0, le=126)
     """A dynamic loss scale begins at 2 to this power, 0..126: it and its inverse are then normal fp32 numbers."""
@@ -63,7 +63,7 @@ class Fp16Config(Section):
     """Overflows until a dynamic loss scale halves, 1 or more: the last of them halves it. 1 is torch.amp's rule."""
     consecutive_hysteresis: bool = key(False, "true or false", "same")
     """A step without overflow restores `hysteresis` at once, not only when the loss scale doubles."""
-    min_loss_scale: float = key(1.0, "a number, 0 or more", "same", "factor", ge=0)
+    min_loss_scale: Factor = key(1.0, "a number, 0 or more", "same", "factor")
     """A dynamic loss scale never goes below this, 0 or more. 0 is the least normal number of fp32, 2^-126."""
 
     IGNORED: ClassVar = {
@@ -122,6 +122,7 @@ class CheckpointConfig(Section):
     """Each host has a folder of its own: `save_checkpoint` writes there what its ranks have, and a load finds each part
     on the host that has it, in whatever order the hosts are then. Left out, all ranks see one folder."""
 
+    IS_OPEN: ClassVar = True
     IGNORED: ClassVar = each(
         "tag_validation load_universal parallel_write",
         "each rank writes its part, all have to agree on the tag, and any number of ranks loads it",
@@ -148,6 +149,9 @@ class SchedulerParams(Section):
     cos_min_ratio: float = key(1e-4, "a number, 0..1", "same", "of lr", ge=0, le=1)
     """Learning rate at the end as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
 
+    TAKEN_FOR: ClassVar = {
+        ("warmup_type", "cosine"): ("log", 'DeepSpeed has no such shape, and takes "log" as well'),
+    }
     ONLY: ClassVar = {"last_batch_iteration": (-1, "a schedule begins at step 0; load_checkpoint moves it")}
     REFUSED: ClassVar = {
         **each(

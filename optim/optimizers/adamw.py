@@ -40,6 +40,7 @@ class OffloadAdamW(OffloadOptimizer):
         maximize: ascend instead of descend.
         state_dtype: dtype of the moments, "fp32" or "bf16": with "bf16" 6 bytes per bf16 parameter instead of 10, and
             another optimizer, see docs/precision.md.
+        bias_correction: divide the moments by what they lack of a full average; without it as BERT's first Adam.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others:
@@ -68,6 +69,7 @@ class OffloadAdamW(OffloadOptimizer):
         *,
         maximize: bool = False,
         state_dtype: str = "fp32",
+        bias_correction: bool = True,
         offload: SectionLike,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
@@ -75,4 +77,5 @@ class OffloadAdamW(OffloadOptimizer):
         self.rule = self.rule.of({"state_dtype": state_dtype})
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         defaults |= {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
+        defaults |= {} if bias_correction else {"bias_correction": False}
         super().__init__(params, defaults, offload, norm_group, torch_arguments)

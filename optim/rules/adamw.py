@@ -32,7 +32,8 @@ class MomentScalars(NamedTuple):
     def of(cls, group: Mapping[str, Any], step: int, decay: float) -> MomentScalars:
         """Compute all but `decay` in fp64, and round each once."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        corrected = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+        is_corrected = group.get("bias_correction", True)
+        corrected = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if is_corrected else (lr, 1.0)
         return cls(*rounded(decay, 1 - beta1, beta2, 1 - beta2, *corrected, group["eps"]))
 
 

@@ -322,7 +322,8 @@ def fused_adam(
         ValueError: `bias_correction` is off, or `amsgrad` on.
     """
     if amsgrad or not bias_correction:
-        raise ValueError(f"Adam: amsgrad = {amsgrad}, bias_correction = {bias_correction}: only False, True are here")
+        what = f"Adam: amsgrad = {amsgrad}, bias_correction = {bias_correction}: only False, True are here"
+        raise ValueError(f"{what}; the section's optimizer takes bias_correction = false")
     kind = torch.optim.AdamW if unused.get("adamw_mode", adam_w_mode) else torch.optim.Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 

@@ -39,8 +39,9 @@ def data_types(**keys):
 # A bad section, the line that says so must start with the second, and holds the third.
 BAD = [
     # precision
-    ({"bf16": {"enabled": 1}}, "bf16.enabled = 1", "write true or false"),
-    ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled = 1", "write true or false"),
+    ({"bf16": {"enabled": "ja"}}, 'bf16.enabled = "ja"', "write true or false"),
+    ({"bfloat16": {"enabled": 2}}, "bfloat16.enabled = 2", "write true or false"),
+    ({"fp16": {"loss_scale_window": "5e2"}}, 'fp16.loss_scale_window = "5e2"', "a whole number, 1 or more"),
     ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
     ({**BF16, "bfloat16": {"enabled": False}}, 'bfloat16 = {"enabled": false}', "another spelling of it; keep bf16"),
     (
@@ -204,7 +205,14 @@ def test_defaults():
     for name in config.torch_autocast.lower_precision_safe_modules:
         assert issubclass(getattr(torch.nn, name.removeprefix("torch.nn.")), torch.nn.Module)
     assert config.scheduler is None
-    expected = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": "fp32"}
+    expected = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "state_dtype": "fp32",
+        "bias_correction": True,
+    }
     assert config.optimizer.hyperparameters == expected
 
 
@@ -283,7 +291,14 @@ def test_optimizer_reaches_offload_adamw(kind):
     with pytest.warns(ConfigWarning, match="optimizer.params.torch_adam = true: "):
         config = OffloadConfig.from_dict({"optimizer": {"type": kind, "params": {**params, "torch_adam": True}}})
     assert config.optimizer.type.lower() == kind.lower()
-    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "state_dtype": "fp32"}
+    expected = {
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "state_dtype": "fp32",
+        "bias_correction": True,
+    }
     assert config.optimizer.hyperparameters == expected
 
 

@@ -163,6 +163,31 @@ def test_an_old_switch_is_read_as_what_it_is_the_old_spelling_of(old, new):
         assert OffloadConfig.from_dict({ZERO: {old: False}}) == OffloadConfig()
 
 
+@pytest.mark.parametrize(
+    ("written", "read", "told"),
+    [
+        ({ZERO: {"stage": "2"}, "bf16": {"enabled": "true"}}, {ZERO: {"stage": 2}, "bf16": {"enabled": True}}, ""),
+        ({"fp16": {"enabled": "yes", "hysteresis": "3"}}, {"fp16": {"enabled": True, "hysteresis": 3}}, ""),
+        ({ZERO: False}, {}, "an old spelling of stage 0"),
+        ({ZERO: True}, {ZERO: {"stage": 1}}, "an old spelling of stage 1"),
+        (
+            {"scheduler": {"params": {"warmup_type": "cosine"}}},
+            {"scheduler": {"params": {"warmup_type": "log"}}},
+            'takes "log" as well',
+        ),
+        ({"find_unused_parameters": True}, {}, "find_unused_parameters = true: nobody knows it"),
+        ({"checkpoint": {"tag_validation_enabled": True}}, {}, "checkpoint.tag_validation_enabled = true: nobody"),
+        ({"aio": {"enabled": False}}, {}, "aio.enabled = false: DeepSpeed does not read it either"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_spellings_are_read_as_deepspeed_reads_them(written, read, told):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert OffloadConfig.from_dict(written) == OffloadConfig.from_dict(read)
+    assert not told or any(told in str(warning.message) for warning in caught)
+
+
 def test_zeros_that_deepspeed_takes():
     config = OffloadConfig.from_dict({ZERO: {"sub_group_size": 0}, "fp16": {"min_loss_scale": 0}})
     assert config.zero_optimization.sub_group_size == OffloadConfig().zero_optimization.sub_group_size
@@ -237,7 +262,7 @@ def test_contradictions_of_all_sections_are_told_at_once_beside_other_errors():
         {ZERO: {"offload_optimizer": {"device": "disk", "nvme_path": "/d"}}, "aio": {"path_weights": [1]}},
         {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": 7}}, "aio": {"path_weights": [1, 2]}},
         {"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}},
-        {"bf16": {"enabled": 1}, "gradient_accumulation_dtype": "bf16", "fp32_modules": ["norm"]},
+        {"bf16": {"enabled": 2}, "gradient_accumulation_dtype": "bf16", "fp32_modules": ["norm"]},
     ],
     ids=["device", "path", "type", "mode"],
 )
@@ -330,7 +355,14 @@ def test_auto_is_resolved_from_training_arguments(tmp_path, wrapped):
     assert resolved(path, arguments()) == config
     assert config.batch_sizes(2) == (24, 3, 4)
     assert (config.compute_dtype, config.gradient_clipping) == ("bf16", 0.7)
-    expected = {"lr": 2e-5, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01, "state_dtype": "fp32"}
+    expected = {
+        "lr": 2e-5,
+        "betas": (0.8, 0.95),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "state_dtype": "fp32",
+        "bias_correction": True,
+    }
     assert config.optimizer.hyperparameters == expected
     schedule = config.scheduler.params
     assert (schedule.warmup_min_lr, schedule.warmup_max_lr) == (0, 2e-5)

@@ -65,6 +65,27 @@ def test_every_optimizer_of_the_table_has_a_case_and_a_class():
         assert defaults == dict(hyperparameters)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_without_bias_correction_it_is_torchs_at_a_step_without_any(name, drive):
+    case = next(case for case in CASES if case.name == name)
+    theirs, ours = params_of([(1000,)], torch.float32), params_of([(1000,)], torch.float32)
+    stock = case.make_torch(theirs)
+    with case.make(ours, section(drive), bias_correction=False) as optimizer:
+        for step in range(3):
+            set_grads(theirs, step)
+            ours[0].grad = theirs[0].grad.clone()
+            for param in theirs:  # 1 - beta**step is 1 in fp64
+                state = stock.state[param] or {
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+                stock.state[param] = {**state, "step": torch.tensor(1e6)}
+            stock.step()
+            optimizer.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+        assert optimizer.param_groups[0]["bias_correction"] is False
+
+
 @every_case
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 def test_nvme_memory_and_the_twin_agree_bit_for_bit(case, grad_dtype, drive):
