@@ -10,6 +10,10 @@ _ABOUT = {
         "Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits.",
         "--path /mnt/nvme0 --with memory",
     ),
+    "costs": (
+        "Measure the processor time of each operation beside torch's, for each parameter, tensor, subgroup and GB.",
+        "--path /mnt/nvme0",
+    ),
     "demo": (
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
         "--size tiny --path /mnt/nvme0",

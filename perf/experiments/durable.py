@@ -59,7 +59,7 @@ def moved(
         return Row(shown, {"read": read, "written": written, "step_seconds": seconds, "commit_wait_seconds": waited})
 
     both = (measured(name, period) for name, period in (("in place", 0), ("durable", rewrite_every)))
-    with _runs_removed(path):
+    with runs_removed(path):
         title = "Bytes per parameter and step of durable steps"
         run_experiment("durable-bytes", title, both, path=path, save_to=save_to)
 
@@ -88,7 +88,7 @@ def steps(
                 waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
                 yield found
 
-    with _runs_removed(path):
+    with runs_removed(path):
         run_experiment(
             "durable-steps",
             "Durable steps beside steps in place",
@@ -114,7 +114,7 @@ def checkpoint(
 
     def compared() -> Iterator[Comparison]:
         setup = Setup(width=int((millions * 1e6 / _LAYERS) ** 0.5), subgroups=_LAYERS)
-        with TemporaryDirectory(dir=path) as saved, setup.training("forward", path, durable=_name()) as training:
+        with TemporaryDirectory(dir=path) as saved, setup.training("forward", path, durable=unused_name()) as training:
             compute_for(training, compute)
             engine = training.engine
 
@@ -134,7 +134,7 @@ def checkpoint(
             name = f"beside a checkpoint, a share of {share:g}"
             yield from Case(name=name, ours=partial(turn, True), reference=partial(turn, False)).measure(quads)
 
-    with _runs_removed(path):
+    with runs_removed(path):
         run_experiment(
             "durable-checkpoint",
             "Iterations beside a checkpoint in the background",
@@ -151,7 +151,7 @@ def optimizer_of(path: Path, millions: int, period: int) -> OffloadAdamW:
     params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
     for param in params:
         param.grad = torch.randn(numel).bfloat16()
-    lasts = {"durable": _name(), "rewrite_every": period} if period else {}
+    lasts = {"durable": unused_name(), "rewrite_every": period} if period else {}
     state = {"buffer_count": 4, "staging_budget": "320MiB", **lasts}
     its = section(path, state=state, sub_group_size=4_194_304, gradient_clipping=1.0)
     return OffloadAdamW(params, lr=1e-3, offload=its)
@@ -174,12 +174,13 @@ def _seconds(optimizer: OffloadAdamW, steps: int, compute: float = 0.0) -> float
     return (time.perf_counter() - start) / steps
 
 
-def _name() -> str:
+def unused_name() -> str:
+    """Return a name of a run, which `runs_removed` knows."""
     return f"{NAME}{time.time_ns()}"
 
 
 @contextmanager
-def _runs_removed(path: Path) -> Iterator[None]:
+def runs_removed(path: Path) -> Iterator[None]:
     """Delete afterwards the runs that were measured."""
     try:
         yield

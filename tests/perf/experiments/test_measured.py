@@ -69,3 +69,19 @@ def test_bytes_of_a_step_in_each_order(tmp_path, in_backward):
     assert one_by_one["grad_bytes_written"] > 5
     assert by_blocks["grad_bytes_written"] == 0 if in_backward else by_blocks["grad_bytes_written"] < 2.3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow  # twelve optimizers
+@pytest.mark.usefixtures("alone")
+def test_every_cost_has_a_figure(tmp_path):
+    found = results("costs", "--path", tmp_path, "--millions", 1, "--quads", 1)
+    assert {name.partition(",")[0] for name in found} >= {
+        "step",
+        "state_dict",
+        "durable step",
+        "resume",
+        "save",
+        "load",
+    }
+    assert all(each["each"] > 0 for name, each in found.items() if not name.startswith("step on NVMe"))
+    assert list(tmp_path.iterdir()) == []
