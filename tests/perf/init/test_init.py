@@ -1,15 +1,21 @@
 """`offload init`: the section that it writes is the fastest that fits, and loads."""
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from nvme_offload import OffloadConfig
-from nvme_offload.offload.units import GiB
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.init import command
-from nvme_offload.perf.plan.machine import Machine
+from nvme_offload.perf.plan.choosing import Chooser
+from nvme_offload.perf.plan.machine import Machine, drives_of
+from nvme_offload.perf.plan.prediction import predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,3 +111,39 @@ def test_this_machine_counts_each_drive_once(tmp_path, monkeypatch):
     assert isinstance(machine, Machine)
     assert machine.capacity <= 1.01 * command.this_machine([tmp_path / "a"], 2, GiB).capacity
     assert machine.ranks == 2
+
+
+def by_hand(memory_bytes):
+    """Yield sections with the state on NVMe that somebody might write: each tier or none, budgets of all sizes."""
+    drive = {"device": "nvme", "nvme_path": "/"}
+    for params, grads in itertools.product(({}, {"offload_param": drive}), ({}, {"offload_gradients": drive})):
+        zero = {"stage": 3, "offload_optimizer": drive, **params}
+        section = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero, **grads}
+        yield section
+        for share in (0.2, 0.4, 0.6, 0.75, 0.9):
+            yield section | {"host_budget": f"{int(share * memory_bytes) // MiB}MiB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "memory"),
+    [((7 * 10**9, 32, 4096, 32000), size) for size in (16, 32, 64, 96)]
+    + [((70 * 10**9, 80, 8192, 32000), size) for size in (64, 128, 256, 512)],
+    ids=lambda value: f"{value}" if isinstance(value, int) else f"{value[0]:.0e}",
+)
+def test_no_section_by_hand_is_planned_faster_by_more_than_5_percent(numbers, memory):
+    shape, (drives, capacity) = ModelShape.of_numbers(*numbers), drives_of("gen4-consumerx2")
+    machine = Machine(host_memory=memory * GiB, drives=drives, capacity=capacity, flops=1e14)
+    chooser = Chooser(machine, [Path("/")], tokens=2048)
+    found = predict(chooser.choose(shape).job, machine)
+    assert not found.tiers.missing
+    others = []
+    for section in by_hand(memory * GiB):
+        try:
+            other = predict(chooser.job(section, shape), machine)
+        except ConfigError:  # the budget holds less than its staging buffers
+            continue
+        if not other.tiers.missing:
+            others.append(other.time.seconds)
+    assert others
+    assert found.time.seconds <= 1.05 * min(others)
