@@ -27,6 +27,7 @@ from nvme_offload.optim.durable.object import Durable
 from nvme_offload.optim.durable.state import DurableState, open_durability
 from nvme_offload.optim.durable.wear import Wear
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
+from nvme_offload.optim.state.choice import CANDIDATES
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.step.groups import follow, take_on
@@ -57,8 +58,8 @@ class OffloadOptimizer(Optimizer):
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
         defaults: hyperparameters by name, for groups that do not have their own.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file. Of keys that only
-            `initialize` honours one `ConfigWarning` tells.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file, or a folder on a
+            drive: ``"offload": "auto"`` there. Of keys that only `initialize` honours one `ConfigWarning` tells.
         norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
         torch_arguments: what else the subclass was given. ``fused`` and ``foreach`` change nothing; what the rule
             refuses must be false.
@@ -86,7 +87,8 @@ class OffloadOptimizer(Optimizer):
         torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._check_torch_arguments(torch_arguments or {})
-        self.config = OffloadConfig.of(offload)
+        config = OffloadConfig.of(offload)
+        self.config = config if config.offload is None else CANDIDATES[0].applied(config)
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
             warn_user(unread, ConfigWarning)
         self._meter = Meter()
@@ -107,6 +109,8 @@ class OffloadOptimizer(Optimizer):
         except BaseException:
             self.store.close()
             raise
+        if config.offload is not None and self.store.plan.units:
+            CANDIDATES[0].tell(self.store.plan)
 
     @property  # type: ignore[override]
     def state(self) -> StateView:

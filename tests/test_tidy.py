@@ -361,7 +361,7 @@ MANY_ATTRIBUTES = {
     "ExtentRing": 16,
     "FinalGradients": 16,
     "Meter": 20,
-    "OffloadConfig": 23,
+    "OffloadConfig": 24,
     "OffloadEngine": 15,
     "OptimizerParams": 13,
     "OptimizerStats": 52,

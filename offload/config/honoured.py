@@ -6,11 +6,11 @@ from nvme_offload.offload.config.section import OffloadConfig
 BY_OPTIMIZER = frozenset(
     {
         *("zero_optimization", "offload_gradients", "host_budget", "device_budget", "aio", "gradient_clipping"),
-        *("overlap_step", "skip_non_finite", "run_log"),
+        *("offload", "overlap_step", "skip_non_finite", "run_log"),
     }
 )
 """An optimizer by itself reads these; with `gradient_accumulation_steps` and `micro_batch_order` it only plans."""
-BY_SWAPPER = frozenset({"zero_optimization", "aio"})
+BY_SWAPPER = frozenset({"zero_optimization", "offload", "aio"})
 
 
 def unread_text(config: OffloadConfig, who: str, reads: frozenset[str]) -> str | None:

@@ -256,7 +256,7 @@ class _Reader:
                 if self.wrong.isdisjoint(f"{prefix}{name}" for name in (key, *beside)):
                     found = self.written.get(f"{prefix}{key}")
                     this = f"{found.key} = {_show(found.value)}" if found else f"{prefix}{key} = missing"
-                    is_auto = found is not None and found.value == "auto"
+                    is_auto = found and found.value == "auto" and not takes_auto(found.field.annotation)
                     self.problems.append(f"{this}: {what}; {_RESOLVER}" if is_auto else f"{this}: {what}")
         return section
 

@@ -288,6 +288,11 @@ class OffloadConfig(Section):
     warning says where it does nothing."""
     skip_non_finite: bool = key(True, "true or false")
     """Skip a step with a gradient that is not finite, and count it. `false`: such a gradient is an error."""
+    offload: Literal["auto"] | None = key(None, '"auto", or leave it out')
+    """`auto`: what leaves memory is chosen before anything is placed, and told. `host_budget` is `auto` where nothing
+    else is written, and so is `rewrite_every` of a `durable` run. `initialize` puts parameters and gradients on NVMe,
+    too, where they do not fit into memory; all ranks choose alike. A durable run goes on with what it began with. Needs
+    `offload_optimizer.device: nvme`, whose `nvme_path` takes all of it. The bits are the same. See `docs/tiers.md`."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this
@@ -427,6 +432,7 @@ class OffloadConfig(Section):
     def contradictions(self) -> Iterator[Contradiction]:
         """Weights without paths, precisions beside each other, updates that nothing may undo."""
         yield from self._weights_and_paths()
+        yield from self._choice()
         yield from self._precision()
         yield from self._overlap()
         yield from self._device_budget()
@@ -437,6 +443,18 @@ class OffloadConfig(Section):
             if weights is not None and len(weights) != len(paths):
                 why = f"{name}.nvme_path has {len(paths)} path(s); write as many weights or leave it out"
                 yield Contradiction("aio.path_weights", why, (f"{name}.nvme_path", f"{name}.device"))
+
+    def _choice(self) -> Iterator[Contradiction]:
+        zero, at = self.zero_optimization, "zero_optimization.offload_optimizer.device"
+        if self.offload is None:
+            return
+        if zero.offload_optimizer.device != "nvme":
+            why = f'chooses what goes to NVMe; write {at} = "nvme" and an nvme_path beside it, or leave offload out'
+            yield Contradiction("offload", why, (at,))
+        others = {"zero_optimization.offload_param": zero.offload_param, "offload_gradients": self.offload_gradients}
+        for name, tier in others.items():
+            if tier.device != "none":
+                yield Contradiction(f"{name}.device", 'offload = "auto" chooses it; leave one out', ("offload",))
 
     def _precision(self) -> Iterator[Contradiction]:
         modes = {"bf16": self.bf16.enabled, "fp16": self.fp16.enabled, "torch_autocast": self.torch_autocast.enabled}
@@ -510,21 +528,20 @@ class OffloadConfig(Section):
         if isinstance(section, OffloadConfig):
             return section
         if isinstance(section, str | Path):
-            is_folder = Path(section).is_dir()
-            return cls.on_drive(section, host_budget="auto") if is_folder else cls.from_file(section)
+            return cls.on_drive(section) if Path(section).is_dir() else cls.from_file(section)
         if isinstance(section, Mapping):
             return cls.from_dict(section)
         raise ConfigError([f"{section!r} is no section; pass an OffloadConfig, a dict, a file or a folder on a drive"])
 
     @classmethod
     def on_drive(cls, folder: str | Path, **keys: Any) -> "OffloadConfig":
-        """Make the section that a folder stands for: optimizer state is there, and `keys` are as written beside it.
+        """Make the section that a folder stands for: ``"offload": "auto"``, and `keys` as written beside it.
 
         Raises:
             ConfigError: see `from_dict`.
         """
         offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
-        return cls.from_dict({"zero_optimization": offload, **keys})
+        return cls.from_dict({"offload": "auto", "zero_optimization": offload, **keys})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -56,6 +56,11 @@ def current_of(kind: str) -> torch.device:
     return HOST if kind == HOST.type else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that nobody has taken yet."""
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
 def use(device: torch.device) -> None:
     """Make a device this thread's own, as every thread of ours does before it works for one.
 

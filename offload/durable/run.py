@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable import identity as identities
 from nvme_offload.offload.durable.chain import SlotLayout, check_rows
-from nvme_offload.offload.durable.directory import DurableDirectory, check_name, read_about
+from nvme_offload.offload.durable.directory import DurableDirectory, check_name, directory_of, read_about
 from nvme_offload.offload.durable.identity import Identity, read_identity
 from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest, ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
@@ -29,6 +29,15 @@ from nvme_offload.offload.sync import sync_data
 
 _INCARNATION_BITS = 62
 _PINNED, _DAMAGED = "(pinned)", "(damaged)"  # which are no names of snapshots
+
+Places = Mapping[str, object]
+"""They say where a run has parameters and gradients, and whether a budget keeps some in memory: it is cut by that."""
+
+
+def places_in(config: OffloadConfig) -> Places:
+    """Return the places that a section gives to parameters and gradients, as JSON."""
+    params, grads = config.zero_optimization.offload_param.device, config.offload_gradients.device
+    return {"parameters": params, "gradients": grads, "within_budget": config.host_budget is not None}
 
 
 class DurableRun:
@@ -63,10 +72,18 @@ class DurableRun:
         section, aio = config.zero_optimization.offload_optimizer, config.aio
         if section.run_name is None:
             return None
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         name, steps_back = section.run_name, section.rewind_steps
         paths, weights = config.nvme_paths, aio.path_weights
-        return cls(paths, name=name, rank=rank, direct=aio.direct, weights=weights, steps_back=steps_back)
+        run = cls(paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, steps_back=steps_back)
+        run._places = places_in(config)
+        return run
+
+    @staticmethod
+    def places(config: OffloadConfig) -> Places | None:
+        """Return the places with which the run that a section names began, without opening it; None: nobody knows."""
+        section = config.zero_optimization.offload_optimizer
+        about = section.run_name and read_about(directory_of(config.nvme_paths[0], section.run_name, _rank()))
+        return about.get("places") if about else None
 
     def __init__(
         self,
@@ -100,6 +117,7 @@ class DurableRun:
             self.space.close()
             raise
         self._identity = ""
+        self._places: Places | None = None
 
     @property
     def folder(self) -> Path:
@@ -127,8 +145,8 @@ class DurableRun:
         Raises ResumeError where a run with another uuid is there.
         """
         if self.uuid is None:
+            about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "places": self._places}
             for place, directory in enumerate(self._directories):
-                about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time()}
                 directory.write_about(about | {"path": place, "num_paths": len(self._directories)})
             self.uuid = uuid
         elif uuid != self.uuid:
@@ -358,3 +376,7 @@ class DurableRun:
         if self.snapshots.unreadable:
             self.extents.hold_below(_DAMAGED, self.snapshots.held_sizes(sizes))
         self.space.promise()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

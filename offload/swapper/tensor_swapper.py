@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -298,8 +297,6 @@ def _close_all() -> None:
 
 
 def _read_config(config: SectionLike) -> OffloadConfig:
-    if isinstance(config, str | Path) and Path(config).is_dir():
-        return OffloadConfig.on_drive(config)
     config = OffloadConfig.of(config)
     device = config.zero_optimization.offload_optimizer.device
     if device != "nvme":

@@ -115,12 +115,12 @@ class Account:
             yield Unit(GRADS, GRADS, kept, tiers=(device,))
         yield Unit(GATHERED, GATHERED, self._gathered_bytes(), tiers=(device,))
 
-    def to_come(self, *, on_meta: bool = False) -> int:
-        """Return the bytes of host memory that training will still take beside the budget.
+    def to_come(self, tier: Tier = "host", *, on_meta: bool = False) -> int:
+        """Return the bytes of host or device memory that training will still take beside the budget.
 
         `on_meta`: the model has no values yet, so that its parameters are to come, too.
         """
-        units = [unit for unit in self.residents() if unit.tiers == ("host",)]
+        units = [unit for unit in self.residents() if unit.tiers == (tier,)]
         return sum(unit.size_bytes for unit in units if on_meta or unit.kind != PARAMS)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import is_device
-from nvme_offload.offload.host.available_memory import auto_host_budget
+from nvme_offload.offload.devices.device import current_of, free_bytes, is_device
+from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.host.available_memory import auto_budget, auto_host_budget
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, check_block_sizes
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.units import round_up
@@ -21,37 +23,86 @@ from nvme_offload.optim.layout.subgroup import plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
+from nvme_offload.optim.state.choice import CANDIDATES, LEAST_BUDGET
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.tiers.parts import FROZEN, ROOT
 
 
-def check_blocks_fit(
-    config: OffloadConfig,
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    precision: PrecisionPlan,
-    rule: UpdateRule,
-    rules: Mapping[str, UpdateRule],
-) -> OffloadConfig:
-    """Check that each block fits into a staging buffer, and the staging buffers into the host budget; else ConfigError.
+@dataclass(frozen=True)
+class BlockChecks:
+    """The blocks of a model on one rank of a mesh, which nobody has sharded yet."""
 
-    All ranks come to the same answer, so that none is left waiting. `StateStore` looks again, at what there really is.
-    Return the section, with a host budget of "auto" in bytes: what this host has left beside the model.
-    """
-    on_device = is_device(mesh.device_type)
-    account = Account(config, list(_groups(model, blocks, mesh, precision, rules)), _num_shards(mesh), on_device)
-    section = config.zero_optimization.offload_param
-    if section.device == "nvme":
-        forms = [(group.name, [shard.form for shard in group.shards]) for group in account.groups]
-        check_block_sizes(forms, section.buffer_size, BUFFER_SIZE_KEY)
-    if config.host_budget is None:
-        return config
-    placement = StatePlacement(config, rule)
-    placement.fix_budget(lambda: auto_host_budget() - account.to_come(on_meta=is_on_meta(model)))
-    stays = "none" in (section.device, config.offload_gradients.device)
-    _plan(config, placement, account, with_mirrors=on_device and stays)
-    return config.model_copy(update={"host_budget": placement.host_budget})
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    mesh: DeviceMesh
+    precision: PrecisionPlan
+    rule: UpdateRule
+    rules: Mapping[str, UpdateRule]
+
+    def check(self, config: OffloadConfig) -> OffloadConfig:
+        """Check that each block fits into a staging buffer, and these into the host budget; else ConfigError.
+
+        All ranks come to the same answer, so that none is left waiting. `StateStore` looks again, at what there really
+        is. Return the section, with a host budget of "auto" in bytes: what this host has left beside the model.
+        """
+        account, section = self._account(config), config.zero_optimization.offload_param
+        if section.device == "nvme":
+            forms = [(group.name, [shard.form for shard in group.shards]) for group in account.groups]
+            check_block_sizes(forms, section.buffer_size, BUFFER_SIZE_KEY)
+        if config.host_budget is None:
+            return config
+        placement = StatePlacement(config, self.rule)
+        placement.fix_budget(lambda: self._left(account))
+        stays = "none" in (section.device, config.offload_gradients.device)
+        _plan(config, placement, account, with_mirrors=account.on_device and stays)
+        return config.model_copy(update={"host_budget": placement.host_budget})
+
+    def first_that_fits(self, config: OffloadConfig) -> int:
+        """Return the number of the first of `CANDIDATES` that fits into this rank's memory, else that of the last."""
+        numbered = enumerate(each.applied(config) for each in CANDIDATES[:-1])
+        return next((number for number, section in numbered if self._has_room(section)), len(CANDIDATES) - 1)
+
+    def _has_room(self, config: OffloadConfig) -> bool:
+        account = self._account(config)
+        if account.on_device:
+            free = auto_budget(free_bytes(current_of(self.mesh.device_type)), 1)
+            if account.to_come("device", on_meta=is_on_meta(self.model)) > free:
+                return False
+        try:
+            return self._left(account) >= LEAST_BUDGET and self.check(config) is not None
+        except ConfigError:
+            return False
+
+    def _account(self, config: OffloadConfig) -> Account:
+        return Account(config, list(self._groups()), self._num_shards, is_device(self.mesh.device_type))
+
+    def _left(self, account: Account) -> int:
+        """Return the bytes of host memory that this rank has left beside what training is still to take."""
+        return auto_host_budget() - account.to_come(on_meta=is_on_meta(self.model))
+
+    @property
+    def _num_shards(self) -> int:
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    def _groups(self) -> Iterator[GroupSize]:
+        """Yield the parameters of each block, and of the rest: of one policy, and all of them trainable or frozen."""
+        module_names = {module: name for name, module in self.model.named_modules()}
+        param_names = {param: name for name, param in self.model.named_parameters()}
+        taken: set[nn.Parameter] = set()
+        for block in (*self.blocks, self.model):
+            params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
+            taken.update(params)
+            alike: dict[Hashable, list[ShardSize]] = {}
+            for param in params:
+                name = param_names[param]
+                precision = self.precision[name]
+                form = Padded(_padded(local_tensor(param).shape, self._num_shards), precision.storage)
+                key = self.precision.policy_of(name), param.requires_grad
+                shard = ShardSize(form, param.numel(), precision, self.rules[name], param.requires_grad)
+                alike.setdefault(key, []).append(shard)
+            for shards in alike.values():
+                name = (module_names[block] or ROOT) + ("" if shards[0].trainable else FROZEN)
+                yield GroupSize(name, shards, None if block is self.model else block)
 
 
 def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *, with_mirrors: bool) -> None:
@@ -64,36 +115,6 @@ def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *,
     is_staged = config.zero_optimization.offload_optimizer.device == "nvme"
     num_buffers = placement.num_buffers(subgroups, may_stay=True) if is_staged else 0
     placement.plan([], subgroups, num_buffers * round_up(largest, page), page, units)
-
-
-def _num_shards(mesh: DeviceMesh) -> int:
-    return mesh.size(mesh.ndim - 1)
-
-
-def _groups(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    precision: PrecisionPlan,
-    rules: Mapping[str, UpdateRule],
-) -> Iterator[GroupSize]:
-    """Yield the parameters of each block, and of the rest: of one policy, and all of them trainable or frozen."""
-    module_names = {module: name for name, module in model.named_modules()}
-    param_names = {param: name for name, param in model.named_parameters()}
-    taken: set[nn.Parameter] = set()
-    for block in (*blocks, model):
-        params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
-        taken.update(params)
-        alike: dict[Hashable, list[ShardSize]] = {}
-        for param in params:
-            name = param_names[param]
-            form = Padded(_padded(local_tensor(param).shape, _num_shards(mesh)), precision[name].storage)
-            key = precision.policy_of(name), param.requires_grad
-            shard = ShardSize(form, param.numel(), precision[name], rules[name], param.requires_grad)
-            alike.setdefault(key, []).append(shard)
-        for shards in alike.values():
-            name = (module_names[block] or ROOT) + ("" if shards[0].trainable else FROZEN)
-            yield GroupSize(name, shards, None if block is model else block)
 
 
 def _padded(shape: torch.Size, num_shards: int) -> torch.Size:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -31,10 +32,11 @@ from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.ranks.collective import is_alone, on_every_rank
+from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.zero.block_checks import check_blocks_fit
+from nvme_offload.optim.state.choice import CANDIDATES, Candidate, chosen_before
+from nvme_offload.optim.zero.block_checks import BlockChecks
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.meshes import (
     MeshRoles,
@@ -73,7 +75,7 @@ def initialize(
                 engine.backward(engine(batch).square().mean())
                 engine.step()
 
-    Where it fails on one rank it does on all, with a note that names that rank and its host.
+    An error on one rank is raised on all, with a note that names that rank and its host.
 
     Args:
         model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
@@ -112,8 +114,8 @@ def initialize(
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
     mesh = replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
-    roles = MeshRoles.of(mesh)
-    plan = on_every_rank(partial(making.plan, roles, dtypes_of_stages(model, roles)), *groups)
+    making.choose(roles := MeshRoles.of(mesh), stages := dtypes_of_stages(model, roles), groups)
+    plan = on_every_rank(partial(making.plan, roles, stages), *groups)
     with ExitStack() as undo:
         made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
         scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
@@ -136,6 +138,7 @@ class _Making:
     rule: UpdateRule
     groups: Sequence[NamedGroup]
     device_type: str
+    chosen: Candidate | None = None
 
     @classmethod
     def read(
@@ -160,17 +163,34 @@ class _Making:
         groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
         return cls(model, section, chosen, layers, birth, make_optimizer, rule, groups, device_type)
 
+    def choose(self, roles: MeshRoles, stages: set[torch.dtype] | None, groups: Sequence[ProcessGroup]) -> None:
+        """Choose on all ranks alike what leaves memory: what durable runs began with, else what fits on each rank."""
+        if self.config.offload is None:
+            return
+        offers = gather(on_every_rank(partial(self._offer, roles, stages), *groups), *groups).values()
+        begun = [number for number, _ in offers if number is not None]
+        self.chosen = CANDIDATES[max(begun or [number for _, number in offers])]
+        self.config = self.chosen.applied(self.config)
+
+    def _offer(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> tuple[int | None, int]:
+        """Return with which of `CANDIDATES` this rank's durable run began, if any, and the first that fits here."""
+        self.config = self.config.completed_for(roles.num_data_parallel_ranks)
+        return chosen_before(self.config), self._checks(roles, stages).first_that_fits(self.config)
+
     def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
         _prepare_process(self.model, self.device_type)
         check_not_sharded(self.model, roles)
         self.config = self.config.completed_for(roles.num_data_parallel_ranks)
+        checks = self._checks(roles, stages)
+        self.config = checks.check(self.config)
+        return checks.precision
+
+    def _checks(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> BlockChecks:
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
         rules = {name: group.rule for group in self.groups for name in group.names}
-        mesh = roles.data_parallel
-        self.config = check_blocks_fit(self.config, self.model, self.blocks, mesh, plan, self.rule, rules)
-        return plan
+        return BlockChecks(self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
 
     def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
         """Shard the model, and make the optimizer with all of its space; `undo` closes it."""
@@ -189,6 +209,8 @@ class _Making:
         made.store.blocks.beside = [param for name, param in self.model.named_parameters() if name not in found]
         made.place()
         log_groups(self.groups, made)
+        if self.chosen is not None:
+            self.chosen.tell(made.tier_plan)
         return made
 
     def fill(
@@ -217,7 +239,7 @@ def _section(config: Any, model: nn.Module, more: Mapping[str, Any]) -> Any:
         with suppress(Exception):  # raised again on all ranks, when there is a process group
             if isinstance(config, str | Path) and Path(config).is_dir():  # trained in what it was made in
                 is_bf16 = any(param.dtype is torch.bfloat16 for param in model.parameters())
-                return OffloadConfig.on_drive(config, host_budget="auto", bf16={"enabled": is_bf16})
+                return OffloadConfig.on_drive(config, bf16={"enabled": is_bf16})
             return OffloadConfig.of(config)
         return config
     what = f"initialize: there is no argument {next(iter(more))!r}" if more else "initialize: config is missing"

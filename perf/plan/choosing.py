@@ -9,12 +9,11 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES, LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
 from nvme_offload.perf.plan.prediction import tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
-
-LEAST_BUDGET = 64 * MiB  # staging buffers within less would be so small that a drive does not reach its rate
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,12 @@ class Chooser:
         drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}
         common = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
         memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-        zero = {"stage": 3, "offload_optimizer": drive}
-        state = common | {"zero_optimization": zero}
-        everything = state | {"zero_optimization": zero | {"offload_param": drive}, "offload_gradients": drive}
-        return [
-            _Candidate(
-                common | {"zero_optimization": memory}, "everything fits into memory: no byte has to move to a drive"
-            ),
-            _Candidate(state, "the optimizer state does not fit into memory beside parameters and gradients", True),
-            _Candidate(everything, "parameters and gradients do not fit into memory beside what a step needs", True),
-            _Candidate(everything, "memory is scarce: everything is on NVMe that can go there"),
-        ]
+        state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
+        found = [_Candidate(common | {"zero_optimization": memory}, ALL_FITS)]
+        for each in CANDIDATES:
+            section = each.applied(state).model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            found.append(_Candidate(section, each.why, each.within_budget))
+        return found
 
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""

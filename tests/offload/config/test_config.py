@@ -395,9 +395,9 @@ def test_missing_file_is_an_os_error(tmp_path):
 def test_a_folder_stands_for_state_on_that_drive(tmp_path):
     config = OffloadConfig.of(str(tmp_path))
     written = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    assert config == OffloadConfig.of({**written, "host_budget": "auto"})
+    assert config == OffloadConfig.of({**written, "offload": "auto"})
     assert OffloadConfig.on_drive(tmp_path, gradient_clipping=1.0) == OffloadConfig.of(
-        {**written, "gradient_clipping": 1.0}
+        {**written, "offload": "auto", "gradient_clipping": 1.0}
     )
 
 

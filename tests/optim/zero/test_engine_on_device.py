@@ -49,6 +49,7 @@ SECTIONS = {
     "nothing on the device, host memory": section("cpu", params="cpu", model={"meta": True}, **BF16),
     "block by block, nvme": section("nvme", "nvme", 3, "nvme", micro_batch_order="vertical", **BF16),
     "block by block, host memory": section("cpu", accumulation=2, micro_batch_order="vertical", **FP16),
+    "too small a device": section("none", "nvme", **BF16, offload="auto", size_bytes=1 << 20),
     "nothing on the device, nvme": section("nvme", "nvme", 2, "nvme", model={"num_layers": 6, "tied": True}),
 }
 MORE = {

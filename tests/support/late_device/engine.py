@@ -65,6 +65,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
     LATE.refusals = section.pop("refusals", 0) * (device == "late")
+    LATE.size_bytes = section.pop("size_bytes", 1 << 40)
     how = {"num_layers": LAYERS, **section.pop("model", {})}
     scales, guesses = section.pop("scales", [1] * STEPS), section.get("overlap_step") == "speculate"
     by_blocks = section.get("micro_batch_order") == "vertical"

@@ -109,6 +109,10 @@ class _Module:
         return LATE.peak_bytes
 
     @staticmethod
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return LATE.size_bytes - LATE.live_bytes, LATE.size_bytes
+
+    @staticmethod
     def memory_reserved(device: Any = None) -> int:
         return LATE.live_bytes + LATE.waiting_bytes
 

@@ -85,6 +85,7 @@ class Late:
         """Copies between host and device that were queued on a stream that computes (True), or on another one."""
         self.hasty = False  # whether a stream that somebody waits for runs on to its end, as it may
         self.prompt = False  # whether the streams that compute run at once, as they may, and only others are late
+        self.size_bytes = 1 << 40  # its memory
         self.live_bytes = 0  # memory of the device that somebody has
         self.waiting_bytes = 0
         """Memory that was freed while a stream that was recorded for it had not come so far: nobody gets it yet."""
