@@ -12,7 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
+from nvme_offload import (
+    BlockOrderError,
+    ConfigError,
+    StateError,
+    SwapIOError,
+    get_full_grad,
+    initialize,
+)
+from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
 from tests.support.ranks import run_ranks
@@ -665,3 +673,32 @@ def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path,
         ):
             assert not threads(), interrupt.place
             interrupt.kept = None
+
+
+# Mistakes
+
+
+@CAN_GO_ON
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(alone, tmp_path, monkeypatch, name):
+    """Steps that hide updates in backward, of a model with tied ends, differ from the loop's, or are refused."""
+    wanted = train(config_of(None, "horizontal", 2, **PLAIN), 3)
+    MISTAKES[name](monkeypatch)
+    with pytest.raises((AssertionError, BlockOrderError, StateError)):
+        compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), 3))
+
+
+def reduce_alone(rank, world_size, path):
+    """Gradients of this rank are taken before those of the other one are there."""
+
+    def take_own(_, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.chunk(world_size)[rank])
+
+    wanted = train(config_of(None, "horizontal", 2), 2, rank)
+    take_in_place_of_reductions(take_own)
+    with pytest.raises(AssertionError):
+        compare(wanted, train(config_of(path, "vertical", 2, **EVERYTHING), 2, rank))
+
+
+def test_a_block_that_is_updated_before_the_gradients_of_all_ranks_is_found(tmp_path):
+    run_ranks(reduce_alone, 2, tmp_path)
