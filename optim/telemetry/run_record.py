@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def said(owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfi
         "optimizer": owner,
         "engine": stats.engine,
         "queue_depth": config.aio.queue_depth * config.aio.rings,
-        "paths": config.nvme_paths,
+        "paths": list(dict.fromkeys(chain(*config.paths_of_tiers.values()))),
         "tiers": tiers,
         "planned": planned,
         "limit": stats.iteration.limit if stats.iteration else None,

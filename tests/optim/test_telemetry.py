@@ -278,7 +278,8 @@ def finite(scalars):
 
 
 def test_the_record_is_the_stats_and_goes_with_the_run(tmp_path, always):
-    optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"))
+    kept = {"device": "nvme", "nvme_path": str(tmp_path / "kept")}
+    optimizer = make(tmp_path, run_log=str(tmp_path / "run.jsonl"), activations=kept)
     directory = optimizer.store.run_directory
     for _ in range(3):
         train(optimizer)
@@ -294,6 +295,7 @@ def test_the_record_is_the_stats_and_goes_with_the_run(tmp_path, always):
     assert record["planned"] == {"optimizer state": planned}
     assert (record["pid"], record["rank"], record["world_size"], record["ended"]) == (os.getpid(), 0, 1, False)
     assert record["since"]["steps"] == 1
+    assert record["paths"] == [str(tmp_path), kept["nvme_path"]]
     optimizer.synchronize()
     last = optimizer.stats().scalars()
     optimizer.close()
