@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -25,12 +26,15 @@ from nvme_offload.offload.config.section import (
     ZeroOptimizationConfig,
 )
 from nvme_offload.offload.config.tiers import ActivationsConfig
-from nvme_offload.offload.devices.device import HOST, is_host
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import KiB, MiB
+
+logger = logging.getLogger(__name__)
 
 _BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 16, 4 * MiB, 64 * KiB
 
@@ -89,13 +93,12 @@ class ActivationSwapper:
     @property
     def tier(self) -> NvmeTier | None:
         """The swap space and its engine; None where tensors stay in host memory."""
-        return self._store.tier if self._store is not None else None
+        return self._store.tier
 
     def saving(self) -> AbstractContextManager[object]:
         """Move what is saved by forwards inside. It belongs to the thread, and may be entered again within itself."""
         self._memory.look()
-        if self._store is not None:
-            self._store.begin()
+        self._store.begin()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _take_back)
 
     def attach(self) -> ActivationSwapper:
@@ -122,12 +125,11 @@ class ActivationSwapper:
 
     def announce(self, handles: Iterable[Handle]) -> None:
         """Say in which order handles are taken next, where that is not the reverse of the order of `keep`."""
-        if self._store is not None:
-            self._store.announce(handles)
+        self._store.announce(handles)
 
     def stats(self) -> ActivationStats:
         """Return what was kept and moved since the beginning."""
-        return self._store.stats() if self._store is not None else ActivationStats(host_budget=0)
+        return self._store.stats()
 
     def close(self) -> None:
         """Leave the model as it was, delete the files and free the memory. Idempotent.
@@ -135,8 +137,7 @@ class ActivationSwapper:
         A graph that is still alive cannot be used any more, as far as it is on the drive.
         """
         self._undo()
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
     def __enter__(self) -> ActivationSwapper:
         return self
@@ -149,7 +150,7 @@ class ActivationSwapper:
     @not_compiled  # code that is compiled calls hooks, which would be compiled, too
     def _give(self, tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
         """Return what autograd has in the place of a tensor: itself, if it stays."""
-        if self._store is None or not is_plain(tensor) or not is_host(tensor.device):
+        if not is_plain(tensor) or not self._store.moves_from(tensor.device):
             return tensor
         storage_bytes = tensor.untyped_storage().nbytes()
         size = SavedFacts(is_plain=True, is_weight=False, size_bytes=tensor.nbytes, storage_bytes=storage_bytes)
@@ -189,12 +190,13 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module], section: Activat
         )
 
 
-def _store_of(config: OffloadConfig, faults: FaultSpec | None) -> ActivationStore | None:
-    """Make the store that a section asks for; None where saved tensors stay in host memory, where they are."""
+def _store_of(config: OffloadConfig, faults: FaultSpec | None) -> ActivationStore:
+    """Make the store that a section asks for."""
     section = config.activations
-    if section.device == "cpu":
-        return None
     budget = auto_host_budget() if section.host_budget == "auto" else section.host_budget
+    locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, logger.warning)
+    if section.device == "cpu":
+        return ActivationStore(None, budget, locks)
     buffer_bytes = max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, budget // (4 * _BUFFER_COUNT)))
     place = OffloadOptimizerConfig(
         device="nvme",
@@ -203,4 +205,5 @@ def _store_of(config: OffloadConfig, faults: FaultSpec | None) -> ActivationStor
         staging_budget=_BUFFER_COUNT * buffer_bytes,
     )
     zero = ZeroOptimizationConfig(offload_optimizer=place)
-    return ActivationStore(TensorSwapper(OffloadConfig(zero_optimization=zero, aio=config.aio), faults=faults), budget)
+    swapper = TensorSwapper(OffloadConfig(zero_optimization=zero, aio=config.aio), faults=faults)
+    return ActivationStore(swapper, budget, locks)

@@ -25,12 +25,13 @@ def is_moved(facts: SavedFacts, min_bytes: int) -> bool:
 
 
 _LEAST_PART = 16
+CLASSES = [torch.Tensor, torch.nn.Parameter]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor's storage, with shape and strides, are all there is of it."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in CLASSES
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nvme_offload.offload._torch_private import storage_identity, version_of
+from nvme_offload.offload.devices.device import Event, Stream
 from nvme_offload.offload.errors import check_may_follow
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
@@ -55,6 +56,8 @@ class SavedRecord:
         self.residency = ActivationResidency.MEMORY
         self.transfer: TensorTransfer[Any] | None = None
         """The latest one, under way or over; None: nothing is on the drive under its name."""
+        self.landed: Event | None = None
+        """Comes behind the copy of a device's bytes to memory; None where they were in host memory from the first."""
         self._on_death = on_death
         self._holder: weakref.ref[Holder] | None = None
 
@@ -68,7 +71,8 @@ class SavedRecord:
 
         Records of the forward that is running have numbers from `since` on.
         """
-        aliases = self.residency in (ActivationResidency.MEMORY, ActivationResidency.LEAVING)
+        is_here = self.residency in (ActivationResidency.MEMORY, ActivationResidency.LEAVING)
+        aliases = is_here and self.landed is None
         return self.version == version and (aliases or self.number >= since)
 
     @property
@@ -81,9 +85,10 @@ class SavedRecord:
         """The memory that its handles share; None where nobody has one any more."""
         return self._holder() if self._holder is not None else None
 
-    def hold(self, memory: torch.Tensor) -> Holder:
-        """Give the first handle what it needs: once."""
-        holder = Holder(self, memory)
+    def hold(self, memory: torch.Tensor, near: Near | None = None) -> Holder:
+        """Give the first handle what it needs: once. `near` is what is copied to the memory from a device."""
+        self.landed = near.mark if near is not None else None
+        holder = Holder(self, memory, near)
         self._holder = weakref.ref(holder, self._on_death)
         return holder
 
@@ -103,18 +108,37 @@ class SavedRecord:
             holder.hold(memory)
 
 
+class Near(NamedTuple):
+    """Memory of a device, 1D uint8, and a mark behind the copy of it, or to it."""
+
+    memory: torch.Tensor
+    mark: Event
+    owner: Stream
+    """It allocated the memory, and may use it again behind the mark."""
+
+    def let_go(self) -> None:
+        """Let the memory be used again; whoever has this lets go of it next."""
+        self.owner.wait_event(self.mark)
+
+
 class Holder:
     """The memory of a record. Handles have it, and the store does not: it goes with the last of them."""
 
-    __slots__ = ("__weakref__", "memory", "record")
+    __slots__ = ("__weakref__", "memory", "near", "record")
 
-    def __init__(self, record: SavedRecord, memory: torch.Tensor) -> None:
+    def __init__(self, record: SavedRecord, memory: torch.Tensor, near: Near | None) -> None:
         self.record = record
         self.memory: torch.Tensor | None = memory
+        self.near = near
+        """The bytes on the device that they were saved on, as long as they are there."""
 
     def hold(self, memory: torch.Tensor | None) -> None:
         """Have other memory, or none."""
         self.memory = memory
+
+    def hold_near(self, near: Near | None) -> None:
+        """Have other memory on the device, or none."""
+        self.near = near
 
 
 class Handle(Protocol):
@@ -169,10 +193,13 @@ class KeptTensor:
                 f"{self._saved_version} instead"
             )
         memory = self._fetch(self._holder)
-        whole = torch.empty(0, dtype=self._counter.dtype, device=memory.device)
-        return whole.set_(memory.untyped_storage(), *self._layout)
+        offset, size, stride = self._layout
+        itemsize = self._counter.dtype.itemsize
+        whole = memory[: memory.numel() // itemsize * itemsize].view(self._counter.dtype)
+        return whole.as_strided(size, stride, offset)
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """View all bytes of a storage, 1D uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View all bytes of a tensor's storage, 1D uint8."""
+    none = tensor.detach().as_strided((0,), (1,), 0).view(torch.uint8)
+    return none.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)

@@ -26,9 +26,12 @@ from typing import Any
 import torch
 
 from nvme_offload.offload._torch_private import storage_identity, version_of
+from nvme_offload.offload.activations.device_copies import DeviceCopies
 from nvme_offload.offload.activations.kept import ActivationResidency, Holder, KeptTensor, SavedRecord, bytes_of
 from nvme_offload.offload.activations.targets import TargetPool
+from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
+from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
@@ -105,6 +108,35 @@ class ReadOrder:
             self._latest = -1
 
 
+class DeviceSide:
+    """The device whose tensors leave, from the first one on, and host memory that is copied and read into."""
+
+    def __init__(self, host_budget: int, locks: PageLocks) -> None:
+        self._host_budget = host_budget
+        self._locks = locks
+        self.memory = TargetPool(min(_MAX_IDLE_BYTES, host_budget))
+        self.copies: DeviceCopies | None = None
+        self.order = ReadOrder()
+
+    def of(self, device: torch.device) -> DeviceCopies:
+        """Return the copies of the device that this process uses; from the first on, memory is page-locked."""
+        if self.copies is None:
+            self.copies = DeviceCopies(device)
+            remedy = "lower activations.host_budget"
+            self.memory = TargetPool(self._host_budget, lambda region: self._locks.lock(region, device, remedy))
+        return self.copies
+
+    def is_used_by(self, device: torch.device) -> bool:
+        """Whether tensors of a device can leave it."""
+        return is_device(device) and (self.copies is None or self.copies.device == device)
+
+    def close(self) -> None:
+        """Wait for all copies. Idempotent."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            copies.close()
+
+
 class ActivationStore:
     """Keeps storages of saved tensors. Thread-safe.
 
@@ -112,9 +144,9 @@ class ActivationStore:
     that stay and those on their way; staging buffers and at most 64 MiB of memory for reads come beside it.
     """
 
-    def __init__(self, swapper: TensorSwapper, host_budget: int) -> None:
+    def __init__(self, swapper: TensorSwapper | None, host_budget: int, locks: PageLocks) -> None:
         self._swapper = swapper
-        self._targets = TargetPool(min(_MAX_IDLE_BYTES, host_budget))
+        self._device = DeviceSide(host_budget, locks)
         self._changed = threading.Condition(threading.RLock())
         self._records: dict[int, SavedRecord] = {}
         self._by_storage: dict[Hashable, int] = {}
@@ -131,14 +163,15 @@ class ActivationStore:
         self._stats = ActivationStats(host_budget=host_budget)
 
     @property
-    def tier(self) -> NvmeTier:
-        """The swap space and its engine."""
-        return self._swapper.tier
+    def tier(self) -> NvmeTier | None:
+        """The swap space and its engine, if there is one."""
+        return self._swapper.tier if self._swapper is not None else None
 
-    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
         """Keep the storage of a tensor, which the caller may then let go; views of one storage share it.
 
-        Raises SwapIOError where neither the budget nor the drive has room for it. Nothing is lost.
+        Returns the tensor itself where it stays: host memory has no room for it, and there is no drive.
+        Raises SwapIOError where the drive has none. Nothing is lost.
         """
         version = version_of(tensor)
         with self._changed:
@@ -146,7 +179,9 @@ class ActivationStore:
             record = self._records.get(self._by_storage.get(storage_identity(tensor.untyped_storage()), -1))
             holder = record.holder if record is not None and record.is_of(version, self._since) else None
             if holder is None:
-                holder = self._add(tensor.untyped_storage(), version)
+                if self._swapper is None and not self._has_room_for(tensor):
+                    return tensor
+                holder = self._add(tensor, version)
             handle = KeptTensor(holder, self.fetch, tensor)
             self._make_room()
         return handle
@@ -156,12 +191,28 @@ class ActivationStore:
 
         NumPy, ``.data`` and loaders with buffers of their own change memory, and no version tells of it.
         """
-        self._since = self._stats.num_saved
+        with self._changed:
+            self._bury()
+            self._since = self._stats.num_saved
 
-    def _add(self, storage: torch.UntypedStorage, version: int) -> Holder:
+    def moves_from(self, device: torch.device) -> bool:
+        """Whether tensors leave a device: the one that the process uses does, and of host memory what has a drive."""
+        if is_host(device):
+            return self._swapper is not None
+        return self._device.is_used_by(device)
+
+    def _has_room_for(self, tensor: torch.Tensor) -> bool:
+        return self._stats.held_bytes + tensor.untyped_storage().nbytes() <= self._stats.host_budget
+
+    def _add(self, tensor: torch.Tensor, version: int) -> Holder:
         number, gone = self._stats.num_saved, self._gone
-        record = SavedRecord(number, storage, version, lambda _: gone.append(number))
-        holder = record.hold(bytes_of(storage))
+        record = SavedRecord(number, tensor.untyped_storage(), version, lambda _: gone.append(number))
+        memory = bytes_of(tensor)
+        if is_host(tensor.device):
+            holder = record.hold(memory)
+        else:
+            copies = self._device.of(tensor.device)
+            holder = copies.leave(record, memory, self._device.memory.take(record.size_bytes))
         self._records[number] = record
         self._by_storage[record.key] = number
         self._queue[number] = None
@@ -172,11 +223,38 @@ class ActivationStore:
         """Say in which order tensors will be taken next, and begin to read. Without it that is newest first."""
         with self._changed:
             self._bury()
-            self._order.announce(handle.number for handle in handles if isinstance(handle, KeptTensor))
+            numbers = [handle.number for handle in handles if isinstance(handle, KeptTensor)]
+            self._order.announce(numbers)
+            self._device.order.announce(numbers)
             self._read_ahead()
 
     def fetch(self, holder: Holder) -> torch.Tensor:
-        """Return the bytes of a storage, 1D uint8, and begin to read those that are wanted next."""
+        """Return the bytes of a storage, 1D uint8, where they were saved; those that are wanted next set out."""
+        if holder.record.landed is None:
+            return self._fetch(holder)
+        with self._changed:
+            self._bury()
+            if (copies := self._device.copies) is None:
+                raise ClosedError("ActivationSwapper")
+            if copies.has(holder):
+                self._order.follow(holder.record.number, self._records)
+                self._read_ahead()
+                return self._take_there(copies, holder, None)
+            last = copies.to_wait_for()
+        if last is not None:
+            last.synchronize()
+        memory = self._fetch(holder)
+        with self._changed:
+            return self._take_there(copies, holder, memory)
+
+    def _take_there(self, copies: DeviceCopies, holder: Holder, memory: torch.Tensor | None) -> torch.Tensor:
+        there = copies.take(holder, memory)
+        self._device.order.follow(holder.record.number, self._records)
+        self._bring_ahead(copies)
+        return there
+
+    def _fetch(self, holder: Holder) -> torch.Tensor:
+        """Return the bytes of a storage in host memory."""
         record = holder.record
         with self._changed:
             self._bury()
@@ -204,10 +282,13 @@ class ActivationStore:
         assert memory is not None
         with self._changed:
             self._stats.add(seconds_waiting_read=time.perf_counter() - start)
-            if record.residency is ActivationResidency.COMING:
-                record.become(ActivationResidency.BOTH, memory)
-                self._queue[record.number] = None
+            self._arrive(record, memory)
         return memory
+
+    def _arrive(self, record: SavedRecord, memory: torch.Tensor) -> None:
+        if record.residency is ActivationResidency.COMING:
+            record.become(ActivationResidency.BOTH, memory)
+            self._queue[record.number] = None
 
     def stats(self) -> ActivationStats:
         """Return what was kept and moved so far."""
@@ -216,19 +297,26 @@ class ActivationStore:
             return replace(self._stats, num_kept=len(self._records))
 
     def close(self) -> None:
-        """Delete the files and free the memory; what is on the drive cannot be taken any more. Idempotent."""
-        self._swapper.close()
+        """Delete the files and free the memory; what has left it, or a device, cannot be taken any more. Idempotent."""
+        self._device.close()
+        if self._swapper is not None:
+            self._swapper.close()
 
     def _bury(self) -> None:
         """Forget those that nobody has any more, and give their space back."""
-        while self._gone:
-            record = self._records.pop(number := self._gone.popleft())
+        for number in [self._gone.popleft() for _ in range(len(self._gone))]:
+            if (copies := self._device.copies) is not None:
+                copies.forget([number])
+                if copies.copies(number):
+                    self._gone.append(number)  # its memory is taken until the copy has ended
+                    continue
+            record = self._records.pop(number)
             self._queue.pop(number, None)
             if self._by_storage.get(record.key) == number:
                 del self._by_storage[record.key]
             if record.takes_memory:
                 self._stats.add(held_bytes=-record.size_bytes)
-            if record.transfer is not None:
+            if record.transfer is not None and self._swapper is not None:
                 with suppress(ClosedError):
                     self._swapper.delete(record.name)
 
@@ -263,6 +351,8 @@ class ActivationStore:
 
         After a write that failed only what must leave does, and one at a time.
         """
+        if self._swapper is None:
+            return
         budget = self._stats.host_budget
         early = 0 if wanted or self._refusal is not None else min(budget * _EARLY_SHARE, _MAX_EARLY_BYTES)
         while self._queue and self._stats.held_bytes + wanted - sum(self._leaving.values()) > budget - early:
@@ -276,8 +366,9 @@ class ActivationStore:
                 self._write(record, holder.memory)
 
     def _write(self, record: SavedRecord, memory: torch.Tensor) -> None:
-        number = record.number
-        transfer = self._swapper.swap_out(record.name, memory, on_copied=partial(self._end_copy, number))
+        assert self._swapper is not None
+        number, on_copied = record.number, partial(self._end_copy, record.number)
+        transfer = self._swapper.swap_out(record.name, memory, after=record.landed, on_copied=on_copied)
         record.become(ActivationResidency.LEAVING, memory, transfer)
         self._leaving[number] = record.size_bytes
         transfer.on_done(partial(self._end_write, number, transfer))
@@ -327,9 +418,34 @@ class ActivationStore:
         raise _outcome(written)[1] or AssertionError
 
     def _read(self, record: SavedRecord) -> None:
-        transfer = self._swapper.swap_in(record.name, self._targets.take(record.size_bytes))
+        assert self._swapper is not None
+        transfer = self._swapper.swap_in(record.name, self._device.memory.take(record.size_bytes))
         record.become(ActivationResidency.COMING, None, transfer)
         self._stats.add(held_bytes=record.size_bytes, num_reads=1, read_bytes=record.size_bytes)
+
+    # Between memory and a device
+
+    def _bring_ahead(self, copies: DeviceCopies) -> None:
+        """Copy to the device what is wanted next, as far as it is in memory."""
+        while copies.may_bring and (number := self._device.order.next) is not None:
+            record = self._records.get(number)
+            holder = record.holder if record is not None and record.landed is not None else None
+            if record is not None and holder is not None and not copies.has(holder):
+                if record.residency is ActivationResidency.COMING:
+                    self._look_for(record)
+                if holder.memory is None:
+                    return
+                copies.bring_ahead(number, holder.memory)
+            self._device.order.drop_next()
+
+    def _look_for(self, record: SavedRecord) -> None:
+        """Note that a read is over, if it is and did not fail: whoever takes what failed is told."""
+        assert record.transfer is not None
+        if record.transfer.done():
+            memory, _ = _outcome(record.transfer)
+            if memory is not None:
+                self._stats.add(num_reads_foreseen=1)
+                self._arrive(record, memory)
 
 
 def _outcome(transfer: TensorTransfer[Any]) -> tuple[torch.Tensor | None, Exception | None]:

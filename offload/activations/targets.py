@@ -1,37 +1,45 @@
-"""Host memory that tensors are read back into, used again as soon as nobody has it."""
+"""Host memory that tensors are copied and read into, used again as soon as nobody has it."""
 
 from __future__ import annotations
 
 import mmap
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import torch
+
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.units import round_up
 
 
 class TargetPool:
     """Lends memory as tensors, and takes it back when the last of them is gone. From any thread.
 
     Memory that comes from the system for each read is zeroed page by page before it is used. Where malloc gave freed
-    memory back at once, that halved the rate of reads, at four times the processor time.
+    memory back at once, that halved the rate of reads, at four times the processor time. So at most `kept_bytes` that
+    nobody uses are kept. `prepare` is called with each new region.
     """
 
-    def __init__(self, kept_bytes: int) -> None:
+    def __init__(self, kept_bytes: int, prepare: Callable[[HostRegion], object] = lambda region: None) -> None:
         self._kept_bytes = kept_bytes
-        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
-        self._lent: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
+        self._prepare = prepare
+        self._free: defaultdict[int, deque[HostRegion]] = defaultdict(deque)
+        self._lent: dict[int, tuple[weakref.ref[memoryview], HostRegion]] = {}
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Lend memory: a tensor of bytes, 1D uint8 [size_bytes], at least 1, with any values."""
         try:
-            region = self._free[size_bytes].popleft()
+            region = self._free[round_up(size_bytes, mmap.PAGESIZE)].popleft()
         except IndexError:
-            region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if self.free_bytes + size_bytes > self._kept_bytes:
+                self._free.clear()  # of other sizes
+            region = HostRegion(size_bytes)
+            self._prepare(region)
         # A storage keeps what it was made from, and this is what only the storage keeps.
-        lent = memoryview(region)
-        gone = weakref.ref(lent, self._take_back)
+        tensor, gone = region.lend(torch.uint8, size_bytes, self._take_back)
         self._lent[id(gone)] = gone, region
-        return torch.frombuffer(lent, dtype=torch.uint8)
+        return tensor
 
     @property
     def free_bytes(self) -> int:
@@ -41,5 +49,5 @@ class TargetPool:
     def _take_back(self, gone: weakref.ref[memoryview]) -> None:
         # Called by whatever thread let the tensor go, perhaps in a garbage collection: so there is no lock.
         _, region = self._lent.pop(id(gone))
-        if self.free_bytes + len(region) <= self._kept_bytes:
-            self._free[len(region)].append(region)
+        if self.free_bytes + region.size_bytes <= self._kept_bytes:
+            self._free[region.size_bytes].append(region)

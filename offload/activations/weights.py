@@ -48,13 +48,13 @@ class ModelMemory:
         """Whether a tensor is a parameter in autocast's dtype. Those of a forward are cached until it ends.
 
         Inside of an operator autocast is off, so that only values tell a cast from what happens to have its shape. On a
-        device the host would have to wait for them.
+        device the host would have to wait for them: what has the shape stays there.
         """
         shape, dtype = _shape_of(tensor), tensor.dtype
-        if not is_host(tensor.device) or dtype is not torch.get_autocast_dtype(tensor.device.type):
+        if dtype is not torch.get_autocast_dtype(tensor.device.type) or not (candidates := self._by_shape.get(shape)):
             return False
-        if not (candidates := self._by_shape.get(shape)):
-            return False
+        if not is_host(tensor.device):
+            return any(param.dtype is not dtype for param in candidates)
         gathered = (param for param in gathered_params(self._sharded) if _shape_of(param) == shape)
         return any(_begin_alike(tensor, param) for param in chain(map(local_tensor, candidates), gathered))
 

@@ -33,6 +33,13 @@ class Event(Protocol):
         """Wait until everything before it is done."""
 
 
+class Stream(Protocol):
+    """A queue of a device's work."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what is queued from here on begin behind a place in another stream."""
+
+
 def is_host(device: torch.device) -> bool:
     """Whether the host's processor computes there."""
     return device.type == HOST.type
@@ -75,6 +82,12 @@ def begin_thread(device: torch.device) -> None:
     """Begin a thread of ours that works for a device, and leave signals to threads that can handle them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     use(device)
+
+
+def current_stream(device: torch.device) -> Stream:
+    """Return the stream on which this thread queues; it owns the memory that the thread allocates."""
+    stream: Stream = torch.get_device_module(device).current_stream(device)
+    return stream
 
 
 def queued(device: torch.device) -> Event:
@@ -153,7 +166,7 @@ class CopyQueue:
 
     def let_current_come_after(self, mark: Event | None = None) -> None:
         """Let what this thread queues from here on begin after a mark; by default after all copies so far."""
-        self._module.current_stream(self.device).wait_event(self.mark() if mark is None else mark)
+        current_stream(self.device).wait_event(self.mark() if mark is None else mark)
 
     def wait(self) -> None:
         """Wait until all copies are done."""

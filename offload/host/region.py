@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -71,10 +72,15 @@ class HostRegion:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
 
-    def lend(self, dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
-        """Return a 1D tensor over the first bytes, and what is dead when it and all views of it are gone."""
+    def lend(
+        self, dtype: torch.dtype, numel: int, on_return: Callable[[weakref.ref[memoryview]], object] | None = None
+    ) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
+        """Return a 1D tensor over the first bytes, and what is dead when it and all views of it are gone.
+
+        `on_return` is called with it then, in whatever thread lets the last one go.
+        """
         lent = memoryview(self._map)[self._start : self._start + max(numel, 1) * dtype.itemsize]
-        return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent)
+        return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent, on_return)
 
     @property
     def parts(self) -> list[tuple[int, int]]:

@@ -129,10 +129,12 @@ class SwapOut(Task):
         record: TensorRecord,
         tensor: torch.Tensor,
         cut: Callable[[str, int], list[Piece]],
+        after: Event | None = None,
         on_copied: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(record, tensor)
         self._cut = cut
+        self._after = after
         self._value = StoredValue(self.spec, [])
         self._on_copied = on_copied
         self._num_copied = 0
@@ -151,6 +153,8 @@ class SwapOut(Task):
 
     def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
         """Copy a piece into its buffer and write it."""
+        if self._after is not None:
+            yield self._after
         yield from self._copied(piece, queues, into_buffer=True)
         self._num_copied += 1
         if self._num_copied == len(self._value.pieces):

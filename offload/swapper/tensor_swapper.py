@@ -17,7 +17,7 @@ import torch
 from nvme_offload.aio_native import EngineStats, FaultSpec, Op
 from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
-from nvme_offload.offload.devices.device import HOST, default_device_type, is_device, is_host, new_host_tensor
+from nvme_offload.offload.devices.device import HOST, Event, default_device_type, is_device, is_host, new_host_tensor
 from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
@@ -104,7 +104,12 @@ class TensorSwapper:
         return self._scheduler.pool
 
     def swap_out(
-        self, name: str, tensor: torch.Tensor, *, on_copied: Callable[[], object] | None = None
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        after: Event | None = None,
+        on_copied: Callable[[], object] | None = None,
     ) -> TensorTransfer[None]:
         """Store a tensor under `name` and return at once. It must not be changed before it is copied.
 
@@ -113,6 +118,7 @@ class TensorSwapper:
         Args:
             name: any string.
             tensor: any shape, strides and dtype, on any device. It is let go when all of it is in staging buffers.
+            after: a mark of a device's, behind which the tensor has its bytes.
             on_copied: called then, before the bytes are on the drive; not if that fails before. As `on_done` of the
                 transfer, but what it raises fails the transfer.
 
@@ -129,7 +135,7 @@ class TensorSwapper:
             self._check_open()
             record = self._scheduler.records.get(name) or TensorRecord(name)
             self._pin_for(tensor.device)
-            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut, on_copied))
+            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut, after, on_copied))
             self._scheduler.records[name] = record
         return transfer
 

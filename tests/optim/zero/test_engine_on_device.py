@@ -42,6 +42,7 @@ def section(gradients, state="cpu", accumulation=1, params="none", **more):
 
 
 BF16 = {"bf16": {"enabled": True}}
+KEPT = {**DRIVE, "min_bytes": 0, "host_budget": "4KiB"}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1024.0}}
 SECTIONS = {
     "host memory, bf16, added up": section("cpu", accumulation=2, **BF16),
@@ -50,9 +51,16 @@ SECTIONS = {
     "block by block, nvme": section("nvme", "nvme", 3, "nvme", micro_batch_order="vertical", **BF16),
     "block by block, host memory": section("cpu", accumulation=2, micro_batch_order="vertical", **FP16),
     "too small a device": section("none", "nvme", **BF16, offload="auto", size_bytes=1 << 20),
+    "activations on nvme": section("cpu", accumulation=2, **BF16, activations=KEPT | {"keep": "all"}),
     "nothing on the device, nvme": section("nvme", "nvme", 2, "nvme", model={"num_layers": 6, "tied": True}),
 }
 MORE = {
+    "boundaries on nvme, autocast": section(
+        "nvme", "nvme", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}, activations=KEPT
+    ),
+    "boundaries on nvme, block by block": section(
+        "nvme", "nvme", 3, "nvme", micro_batch_order="vertical", activations=KEPT | {"keep": "boundaries"}, **BF16
+    ),
     "nothing moved, bf16": section("none", **BF16),
     "nothing moved, fp32, state on nvme": section("none", "nvme"),
     "host memory, fp32": section("cpu"),

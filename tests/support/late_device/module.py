@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
+from nvme_offload.offload import _torch_private
+from nvme_offload.offload.activations import choice
 from nvme_offload.offload.swapper import tensor_swapper
 from nvme_offload.optim.tiers.arrivals import Arrivals
 from tests.support.late_device import autocast
@@ -28,7 +30,7 @@ from tests.support.late_device.queues import (
     run_all,
     set_device,
 )
-from tests.support.late_device.tensor import copy_from, empty, empty_strided
+from tests.support.late_device.tensor import LateTensor, Memory, copy_from, empty, empty_strided
 
 NAME = "late"
 NUM_DEVICES = 2
@@ -57,8 +59,14 @@ def _new_host_tensor(shape: torch.Size, dtype: torch.dtype, pinned_for: torch.de
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if pinned_for is not None and tensor.numel():
         LATE.pinned[tensor.data_ptr()] = tensor.nbytes
-        weakref.finalize(tensor, LATE.pinned.pop, tensor.data_ptr()).atexit = False
+        LATE.pinned_by_torch.add(tensor.data_ptr())
+        weakref.finalize(tensor, _free_host_tensor, tensor.data_ptr()).atexit = False
     return tensor
+
+
+def _free_host_tensor(address: int) -> None:
+    LATE.pinned_by_torch.discard(address)
+    del LATE.pinned[address]
 
 
 @contextmanager
@@ -190,6 +198,13 @@ def _land(arrivals: Arrivals, last: Any) -> None:
         LATE.num_landing -= 1
 
 
+_weak_ref = _torch_private.StorageWeakRef
+
+
+def _identity(storage: Any) -> Any:
+    return storage.identity if isinstance(storage, Memory) else _weak_ref(storage)
+
+
 @contextmanager
 def late_device() -> Iterator[Late]:
     """The stand-in, with nothing queued and nothing counted, as the accelerator that torch sees."""
@@ -198,6 +213,8 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
+        patch.setattr(choice, "CLASSES", [*choice.CLASSES, LateTensor])
+        patch.setattr(_torch_private, "StorageWeakRef", _identity)
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
         yield LATE

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nvme_offload.offload._fsdp_passes import _GroupOfOne
+from nvme_offload.offload.activations.device_copies import DeviceCopies
+from nvme_offload.offload.activations.kept import Near
 from nvme_offload.offload.devices import device
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.shards import departures
@@ -249,9 +251,27 @@ OF_RANKS = {
         Inbox, "put", "queued(grad.device)", "torch.late.default_stream().record_event()"
     ),
 }
+OF_ACTIVATIONS = {
+    "a saved tensor is copied before it is computed": _edited(DeviceCopies, "leave", "self._down.come_after()", "pass"),
+    "a saved tensor's memory is used again before it has left": _while("prompt", _without(Near, "let_go", _nothing)),
+    "a saved tensor is written before it has landed": _edited(SwapOut, "move", "self._after is not None", "False"),
+    "a saved tensor is computed with before it is there": _edited(
+        DeviceCopies, "take", "self._up.let_current_come_after(near.mark)", "pass"
+    ),
+    "host memory is lent again before what landed there is copied": _edited(
+        DeviceCopies, "leave", "self._landing[number] = mark, target", "pass"
+    ),
+    "host memory is lent again before it is copied to the device": _edited(
+        DeviceCopies, "bring_ahead", "self._arriving[number] = mark, source", "pass"
+    ),
+    "activations end with copies under way": _edited(
+        DeviceCopies, "close", "self._down.wait()\n    self._up.wait()", "pass"
+    ),
+}
 NO_MISTAKE = {"copies are later than what is computed": _while("prompt")}
 MUTATIONS = {
     **NO_MISTAKE,
+    **OF_ACTIVATIONS,
     **OF_COMMITS,
     **OF_ENDS,
     **OF_ENGINES,

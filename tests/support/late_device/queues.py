@@ -74,6 +74,8 @@ class Late:
         """How often threads of the host waited, by what they called; threads of ours apart."""
         self.num_copies = 0  # copies that were queued between host and device
         self.pinned: dict[int, int] = {}  # bytes that are page-locked, by address
+        self.pinned_by_torch: set[int] = set()
+        """Addresses of those that torch keeps by itself until copies are done."""
         self.pinned_on: list[int] = []  # number of the device that was current when memory was page-locked
         self.refusals = 0  # how many of the next requests to page-lock are refused
         self.latest_error = 0
@@ -123,6 +125,10 @@ class Late:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         start, stop = extent_of(tensor)
         return tensor.numel() > 0 and any(at <= start and stop <= at + size for at, size in self.pinned.items())
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody keeps host memory until copies are done: torch, of what it has pinned itself."""
+        return not self.is_pinned(tensor) or tensor.data_ptr() in self.pinned_by_torch
 
     def overlaps_pending(self, tensor: torch.Tensor) -> bool:
         return self.needs_memory(*extent_of(tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from functools import partial
 from typing import Any
@@ -91,7 +92,12 @@ class Memory:
 
     def __init__(self, storage: torch.UntypedStorage, device: int) -> None:
         self.device = device
+        self.identity = object()
+        """Known by others for as long as they like; it keeps no bytes."""
         self.allocation: Allocation | None = Allocation(storage, device)
+
+    def nbytes(self) -> int:
+        return self.size()
 
     def size(self) -> int:
         return self.allocation.storage.nbytes() if self.allocation is not None else 0
@@ -141,6 +147,15 @@ class LateTensor(torch.Tensor):
 
     def untyped_storage(self) -> Memory:  # type: ignore[override]
         return self.memory
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, other: LateTensor) -> None:
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.memory = other.memory
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"LateTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -300,10 +315,21 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         behind = False
     if not LATE.overlaps_pending(to):
         poison(to)
+    if behind and on_host:
+        to, of = _unowned(to), _unowned(of)
     _launch(Work(lambda: to.copy_(of), (to, of)), device)
     if not behind and isinstance(source, LateTensor):
         _wait("a copy to the host", device)
     return target
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory. What is pinned by us is not kept for a copy, which knows addresses alone."""
+    if LATE.keeps(tensor):
+        return tensor
+    start, stop = extent_of(tensor)
+    memory = (ctypes.c_char * (stop - start)).from_address(start)
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _to_copy(
