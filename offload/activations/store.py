@@ -81,6 +81,7 @@ class ReadOrder:
     def __init__(self) -> None:
         self._numbers: list[int] = []
         """The next one last."""
+        self._skipped: set[int] = set()
         self._latest = -1.0
 
     def announce(self, numbers: Iterable[int]) -> None:
@@ -94,12 +95,24 @@ class ReadOrder:
             return
         if number > self._latest:  # another backward
             self._numbers = [other for other in known if other < number]
+            self._skipped.clear()
         self._latest = number
 
     @property
     def next(self) -> int | None:
         """Return the next one; None if nothing is foreseen."""
         return self._numbers[-1] if self._numbers else None
+
+    def skip_next(self) -> None:
+        """Go on to the one behind it, which cannot be read yet."""
+        self._skipped.add(self._numbers[-1])
+        self.drop_next()
+
+    def was_skipped(self, number: int) -> bool:
+        """Whether one was skipped that can be read now: asked once."""
+        found = number in self._skipped
+        self._skipped.discard(number)
+        return found
 
     def drop_next(self) -> None:
         """Go on to the one behind it."""
@@ -379,7 +392,9 @@ class ActivationStore:
             self._bury()
             if self._leaving.pop(number, None) is not None and number in self._records:
                 self._let_go(self._records[number])
-                self._read_ahead()  # a backward that came as far as this waited for the copy to end
+                if self._order.was_skipped(number):
+                    with suppress(StateError):
+                        self._read(self._records[number])
             self._changed.notify_all()
 
     def _end_write(self, number: int, transfer: TensorTransfer[None]) -> None:
@@ -401,7 +416,8 @@ class ActivationStore:
         while (number := self._order.next) is not None:
             record = self._records.get(number)
             if record is not None and record.residency is ActivationResidency.LEAVING:
-                return  # it has not left yet
+                self._order.skip_next()  # it has not left yet, and is read when it has
+                continue
             if record is not None and record.residency is ActivationResidency.TIER:
                 if self._stats.held_bytes + record.size_bytes > self._stats.host_budget:
                     return
