@@ -25,7 +25,7 @@ _ABOUT = {
         "--path /mnt/nvme0",
     ),
     "moments": (
-        "Train the demo's model with AdamW's moments in fp32 and in bf16, and compare the losses.",
+        "Train the demo's model three times, with moments kept in three ways, and compare the losses.",
         "--save results",
     ),
     "plan-check": (
