@@ -21,6 +21,13 @@ def model(config, **more):
     return make(config, num_layers=LAYERS, width=129, tied=False, **more)
 
 
+def with_all_buffers(path, mode):
+    """A buffer for each subgroup, so that whichever is ready in backward can be updated there."""
+    config = config_of(path, mode)
+    config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 8, "staging_budget": "16MiB"}
+    return config
+
+
 def begun(engine, step=1):
     """Backward of a step, with at least one subgroup updated in it."""
     train_step(engine, 0)
@@ -135,7 +142,7 @@ def strike_after_an_update(engine, strike):
 def test_ctrl_c_after_an_update_comes_when_backward_is_complete(alone, tmp_path):
     ends = []
     for mode in ("off", "backward"):
-        with model(config_of(tmp_path, mode)) as engine:
+        with model(with_all_buffers(tmp_path, mode)) as engine:
             train_step(engine, 0)
             if mode == "backward":
                 with strike_after_an_update(engine, send_sigint), pytest.raises(KeyboardInterrupt) as caught:
@@ -150,7 +157,7 @@ def test_ctrl_c_after_an_update_comes_when_backward_is_complete(alone, tmp_path)
 
 
 def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_on(alone, tmp_path):
-    with model(config_of(tmp_path, "backward")) as engine:
+    with model(with_all_buffers(tmp_path, "backward")) as engine:
         train_step(engine, 0)
         with strike_after_an_update(engine, raise_struck), pytest.raises(Struck) as caught:
             engine.backward(loss_of(engine, 1))
