@@ -25,13 +25,14 @@ def is_moved(facts: SavedFacts, min_bytes: int) -> bool:
 
 
 _LEAST_PART = 16
-CLASSES = [torch.Tensor, torch.nn.Parameter]
+PLAIN_CLASSES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+"""Tensors of these classes are nothing but their bytes; a subclass may be more."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor's storage, with shape and strides, are all there is of it."""
     return (
-        type(tensor) in CLASSES
+        type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )

@@ -5,8 +5,16 @@ from nvme_offload.offload.config.section import OffloadConfig
 
 BY_OPTIMIZER = frozenset(
     {
-        *("zero_optimization", "offload_gradients", "host_budget", "device_budget", "aio", "gradient_clipping"),
-        *("offload", "overlap_step", "skip_non_finite", "run_log"),
+        "zero_optimization",
+        "offload",
+        "offload_gradients",
+        "host_budget",
+        "device_budget",
+        "aio",
+        "gradient_clipping",
+        "overlap_step",
+        "skip_non_finite",
+        "run_log",
     }
 )
 """An optimizer by itself reads these; with `gradient_accumulation_steps` and `micro_batch_order` it only plans."""

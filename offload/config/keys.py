@@ -175,6 +175,10 @@ class Section(BaseModel):
         return self
 
 
+TRUE_WORDS = ("true", "t", "1", "on", "yes", "y")
+"""Pydantic takes these for true, in any case, where it is not strict."""
+
+
 class DeepSpeedModel(Section):
     """A section that DeepSpeed reads with pydantic, which takes "true", "on" or 1 for true, and "5" for 5."""
 

@@ -33,6 +33,7 @@ from nvme_offload.offload.config.deepspeed_keys import (
     ZERO_TRANSLATED,
 )
 from nvme_offload.offload.config.keys import (
+    TRUE_WORDS,
     ByteBudget,
     ByteCount,
     Contradiction,
@@ -423,7 +424,9 @@ class OffloadConfig(Section):
     def _with_moments(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Read DeepSpeed's switch of the moments' dtype, where the section does not say that dtype."""
         bf16, optimizer = data.get("bf16"), data.get("optimizer", {})
-        if not (isinstance(bf16, dict) and bf16.get("bf16_optimizer_states") is True and isinstance(optimizer, dict)):
+        if not (isinstance(bf16, dict) and isinstance(optimizer, dict)):
+            return data
+        if str(bf16.get("bf16_optimizer_states")).lower() not in TRUE_WORDS:
             return data
         if str(optimizer.get("type", "AdamW")).lower() not in ("adam", "adamw"):  # which is told
             return data

@@ -74,9 +74,10 @@ class DurableRun:
             return None
         name, steps_back = section.run_name, section.rewind_steps
         paths, weights = config.nvme_paths, aio.path_weights
-        run = cls(paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, steps_back=steps_back)
-        run._places = places_in(config)
-        return run
+        places = places_in(config)
+        return cls(
+            paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, steps_back=steps_back, places=places
+        )
 
     @staticmethod
     def places(config: OffloadConfig) -> Places | None:
@@ -94,6 +95,7 @@ class DurableRun:
         direct: DirectPolicy,
         weights: Sequence[float] | None = None,
         steps_back: int = 1,
+        places: Places | None = None,
     ) -> None:
         check_name(name)
         self.name = name
@@ -117,7 +119,7 @@ class DurableRun:
             self.space.close()
             raise
         self._identity = ""
-        self._places: Places | None = None
+        self._places = places
 
     @property
     def folder(self) -> Path:

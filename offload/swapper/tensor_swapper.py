@@ -118,7 +118,7 @@ class TensorSwapper:
         Args:
             name: any string.
             tensor: any shape, strides and dtype, on any device. It is let go when all of it is in staging buffers.
-            after: a mark of a device's, behind which the tensor has its bytes.
+            after: an event of the tensor's device (``torch.cuda.Event``): it is copied when that has come.
             on_copied: called then, before the bytes are on the drive; not if that fails before. As `on_done` of the
                 transfer, but what it raises fails the transfer.
 

@@ -114,8 +114,8 @@ def initialize(
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
     mesh = replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
-    making.choose(roles := MeshRoles.of(mesh), stages := dtypes_of_stages(model, roles), groups)
-    plan = on_every_rank(partial(making.plan, roles, stages), *groups)
+    roles = MeshRoles.of(mesh)
+    plan = making.choose_and_plan(roles, groups)
     with ExitStack() as undo:
         made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
         scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
@@ -163,7 +163,13 @@ class _Making:
         groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
         return cls(model, section, chosen, layers, birth, make_optimizer, rule, groups, device_type)
 
-    def choose(self, roles: MeshRoles, stages: set[torch.dtype] | None, groups: Sequence[ProcessGroup]) -> None:
+    def choose_and_plan(self, roles: MeshRoles, groups: Sequence[ProcessGroup]) -> PrecisionPlan:
+        """Choose what leaves memory, then look whether all of it goes together, on all ranks alike."""
+        stages = dtypes_of_stages(self.model, roles)
+        self._choose(roles, stages, groups)
+        return on_every_rank(partial(self._plan, roles, stages), *groups)
+
+    def _choose(self, roles: MeshRoles, stages: set[torch.dtype] | None, groups: Sequence[ProcessGroup]) -> None:
         """Choose on all ranks alike what leaves memory: what durable runs began with, else what fits on each rank."""
         if self.config.offload is None:
             return
@@ -177,7 +183,7 @@ class _Making:
         self.config = self.config.completed_for(roles.num_data_parallel_ranks)
         return chosen_before(self.config), self._checks(roles, stages).first_that_fits(self.config)
 
-    def plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
+    def _plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
         _prepare_process(self.model, self.device_type)
         check_not_sharded(self.model, roles)

@@ -36,7 +36,7 @@ def exchange_between_calls(patch, attribute):
 
 
 def add_gradients_twice(patch):
-    """What was put aside of the gradient of a tied weight."""
+    """It gives what was put aside of the gradient of a tied weight."""
     exchange = TakingTurns.exchange
 
     def exchanging(turns, gradients):
@@ -46,7 +46,7 @@ def add_gradients_twice(patch):
 
 
 def reduce_the_root_late(patch):
-    """In the next step."""
+    """Reduce gradients of the root in the next step."""
     end_pass, end = TakingTurns.end_pass, TakingTurns.end
 
     def ending(turns, modules, *, reduces):

@@ -38,7 +38,7 @@ def trained(cases, mutation=""):
 
 @pytest.fixture(scope="module")
 def results():
-    """What some cases give, by case; they share a process."""
+    """Run some cases in one process; return what each gives."""
     return dict(zip(map(json.dumps, SOME), trained(SOME), strict=True))
 
 

@@ -190,6 +190,13 @@ def test_one_accumulation_dtype_in_two_places():
     assert OffloadConfig.from_dict({"data_types": None}) == OffloadConfig.from_dict(data_types()) == OffloadConfig()
 
 
+@pytest.mark.parametrize("switch", [True, 1, "true", "On"])
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": {"type": "Adam"}}, adam(lr=1e-4)])
+def test_deepspeeds_switch_of_the_moments_dtype(switch, optimizer):
+    config = OffloadConfig.from_dict({"bf16": {"enabled": True, "bf16_optimizer_states": switch}, **optimizer})
+    assert config.optimizer.hyperparameters["state_dtype"] == "bf16"
+
+
 def test_bfloat16_is_the_old_spelling_of_bf16():
     for data in ({"bfloat16": {"enabled": True}}, {**BF16, "bfloat16": {"enabled": True}}):
         assert OffloadConfig.from_dict(data).compute_dtype == "bf16"

@@ -1,4 +1,4 @@
-"""What leaves memory is chosen from what there is, on all ranks alike, and told; the bits do not depend on it."""
+"""All ranks choose alike what leaves memory, from what there is, and one tells; the bits do not depend on it."""
 
 import io
 import json

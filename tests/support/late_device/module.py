@@ -213,7 +213,7 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
-        patch.setattr(choice, "CLASSES", [*choice.CLASSES, LateTensor])
+        patch.setattr(choice, "PLAIN_CLASSES", (*choice.PLAIN_CLASSES, LateTensor))
         patch.setattr(_torch_private, "StorageWeakRef", _identity)
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
