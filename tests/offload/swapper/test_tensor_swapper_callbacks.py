@@ -121,4 +121,5 @@ def test_what_a_callback_raises_is_logged_and_stops_nothing(swapper, caplog):
         transfer.on_done(refuse)
         swapper.synchronize()
         assert swapper.swap_in("x").wait(PATIENCE).sum() == 10
+        swapper.close()  # which ends the thread that calls and logs
     assert "mine" in caplog.text
