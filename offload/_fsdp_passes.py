@@ -1,6 +1,6 @@
 """The passes of FSDP2 go another way here, by names that torch does not promise to keep. Each says why it is needed.
 
-``tests/offload/test_torch_private.py`` names every function here: a torch upgrade breaks there and nowhere else.
+The tests of the engine compare what comes of them with the plain passes, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A long time without growth: descriptors, threads, memory and registrations are the same at the end as early on."""
 
-import asyncio
 import threading
 from collections import deque
 from itertools import pairwise
@@ -8,9 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, TensorSwapper, Transfer
+from nvme_offload import OffloadConfig, TensorSwapper
 from nvme_offload.aio_native import Op
-from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.engine_tools import PATIENCE, available_engines
@@ -92,33 +90,12 @@ class Traffic:
             samples.look(number)
         self.end(samples)
 
-    async def run_awaited(self, num_transfers, samples):
-        await a_pending_transfer()
-        for number in range(num_transfers):
-            if len(self.under_way) == self.num_under_way:
-                await asyncio.wait_for(waited_for(self.under_way[0][0]), PATIENCE)
-                self.finish()
-            self.start(number)
-            samples.look(number)
-        self.end(samples)
-
     def end(self, samples):
         while self.under_way:
             self.finish()
         samples.check()
         assert self.tier.registration is self.registration
         assert self.pool.num_free == self.pool.num_buffers
-
-
-async def waited_for(transfer):
-    return await transfer
-
-
-async def a_pending_transfer():
-    """The loop's eventfd is opened for the first transfer that is not done yet; on a fast drive that may come late."""
-    operation = PythonOperation(Op.READ, ())
-    asyncio.get_running_loop().call_later(0.01, operation.complete, None)
-    await Transfer(operation, lambda failure: OSError(failure.errno, "never"), None)
 
 
 @pytest.fixture
@@ -146,10 +123,6 @@ def test_transfers_take_nothing_with_them(open_tier, engine, num_transfers):
     if engine not in ("auto", *available_engines()):
         pytest.skip(f"the engine {engine} cannot run here")
     Traffic(open_tier(engine)).run(num_transfers, Samples(num_transfers))
-
-
-def test_awaited_transfers_take_nothing_with_them(open_tier):
-    asyncio.run(Traffic(open_tier()).run_awaited(NUM_OF_OTHER_ENGINES, Samples(NUM_OF_OTHER_ENGINES)))
 
 
 def test_tensors_take_nothing_with_them(tmp_path):

@@ -204,26 +204,6 @@ def test_aio_where_hugging_face_has_it():
     assert problem.startswith("zero_optimization.aio.queue_dept = 8: unknown key")
 
 
-def test_deepspeeds_nvme_test_is_read_as_it_stands():
-    section = {
-        "train_batch_size": 1,
-        "steps_per_print": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        ZERO: {
-            "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 4},
-            "sub_group_size": 100,
-            "stage3_max_live_parameters": 1,
-        },
-        "fp16": {"enabled": True, "initial_scale_power": 8},
-    }
-    with pytest.warns(ConfigWarning):
-        config = OffloadConfig.from_dict(section)
-    assert config.compute_dtype == "fp16"
-    assert config.zero_optimization.offload_param.device == "nvme"
-
-
 # All at once.
 
 

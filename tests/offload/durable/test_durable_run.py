@@ -187,29 +187,6 @@ def test_it_does_so_for_long(in_memory, seed, steps_back):
     walk(in_memory, seed, 200, steps_back)
 
 
-def test_two_extents_are_enough(small):
-    for step in range(6):
-        small.commit(str(step), step, [step % 3] if step else None)
-        assert used_bytes(small) == 2 * EXTENT_BYTES
-    assert os.stat(small.run.folder / "swap").st_size == 2 * EXTENT_BYTES
-
-
-def test_a_run_that_is_opened_again_needs_no_more(in_memory):
-    small = SmallRun([in_memory])
-    small.begin()
-    small.commit("0", 0)
-    small.commit("1", 1, [1])
-    small.close()
-    small = SmallRun([in_memory])
-    small.run.extents.add(LAYOUTS)  # first values, before anybody knows whether the run goes on
-    small.write({0: 5, 1: 6, 2: 7})
-    small.adopt(small.run.found[0])
-    assert used_bytes(small) == 2 * EXTENT_BYTES
-    small.commit("2", 2)
-    assert small.read() == small.truth["2"]
-    small.close()
-
-
 @pytest.mark.parametrize("part", ["state", "tail", "trailer"])
 def test_a_flipped_bit_is_found_and_the_step_before_is_whole(small, part):
     small.commit("0", 0)
@@ -294,18 +271,6 @@ def test_a_second_snapshot_of_a_step_reserves_only_what_changed(small):
     assert os.stat(small.run.folder / "swap").st_size == size_bytes + LAYOUTS[0].base.size_bytes
 
 
-def test_the_space_of_a_removed_snapshot_is_used_again(small):
-    small.commit("0", 0)
-    for number in range(4):
-        small.snapshot(f"at-{number}")
-        small.commit(f"{number} a", number)
-        small.commit(f"{number} b", number)
-        small.remove_snapshot(f"at-{number}")
-        assert used_bytes(small) == 2 * EXTENT_BYTES
-    assert os.stat(small.run.folder / "swap").st_size <= 4 * EXTENT_BYTES
-    assert not list(small.run.folder.glob("snapshot.*"))
-
-
 @pytest.mark.parametrize("name", ["", "a/b", "kept", ".x"])
 def test_snapshots_that_have_no_name(small, name):
     small.commit("0", 0)
@@ -317,26 +282,6 @@ def test_snapshots_that_have_no_name(small, name):
 def test_a_snapshot_of_nothing(small):
     with pytest.raises(StateError, match="a committed step"):
         small.snapshot("early")
-
-
-def test_other_slots_are_refused_and_nothing_changes(small):
-    small.commit("0", 0)
-    small.commit("1", 1)
-    for layouts in (LAYOUTS[:2], [*LAYOUTS, LAYOUTS[0]], [LAYOUTS[1], LAYOUTS[0], LAYOUTS[2]]):
-        with pytest.raises(ResumeError, match=r"slots|bytes for slot 0"):
-            small.run.adopt(small.run.committed[1], layouts)
-    assert [manifest.step for manifest in small.run.committed] == [1, 0]
-    assert small.read() == small.truth["1"]
-
-
-def test_going_back_past_writes_in_its_place_is_refused(small):
-    small.commit("0", 0)
-    small.commit("1", 1)
-    small.write({1: 5})
-    with pytest.raises(ResumeError, match="1 slots were written over since, slot 1 first"):
-        small.run.adopt(small.run.committed[1], LAYOUTS)
-    small.adopt(small.run.committed[0])
-    assert small.read() == small.truth["1"]
 
 
 def test_slots_may_come_later(small):
@@ -364,12 +309,3 @@ def test_what_it_was_committed_as_is_told_apart(small):
     (small.run.folder / f"identity.{identity.digest(other)}.json").write_text("{}")
     with pytest.raises(ResumeError, match="it is not what its name says"):
         small.run.differences(small.run.committed[0], IDENTITY)
-
-
-def test_differences_name_the_place():
-    before = {"params": [{"name": "w", "shape": [3, 4]}, {"name": "b", "shape": [4]}], "long": list(range(9))}
-    now = {"params": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [4]}], "long": [1, 2]}
-    assert identity.differences(before, now) == [
-        "params[0].shape[1]: 4 was committed, 5 is here",
-        "long: 9 of [0, 1, 2] ... was committed, [1, 2] is here",
-    ]

@@ -201,12 +201,6 @@ def test_a_period_writes_each_base_once_into_space_that_was_there_from_the_start
     assert total_bytes(space) == bases * BASE.size_bytes + entries * ENTRY_BYTES
 
 
-@pytest.mark.parametrize(("period", "bytes_per_param"), [(1, 24), (2, 20), (3, 58 / 3), (4, 19.5)])
-def test_the_space_of_a_bf16_parameter_under_adamw(period, bytes_per_param):
-    bases, entries = num_needed(120, period)
-    assert (12 * bases + 2 * entries) / 120 == pytest.approx(bytes_per_param, rel=1e-9)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_manifest_stays_whole(space, seed):
     rng = random.Random(seed)

@@ -10,7 +10,6 @@ import torch
 from nvme_offload import EngineLostError, OffloadConfig, TensorSwapper
 from nvme_offload.aio_native import EngineOptions, Op, Segment, registry
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.fragile_engine import FragileThread, choose_fragile
@@ -186,21 +185,3 @@ def test_a_swapper_goes_on(tmp_path, monkeypatch, break_at):
             assert torch.equal(swapper.swap_in(name).wait(PATIENCE), tensor)
         assert swapper.stats().engine != "fragile"
         assert swapper.pool.num_free == swapper.pool.num_buffers
-
-
-@pytest.mark.parametrize("break_at", [1, 3, 8, 15])
-def test_a_block_cache_goes_on(tmp_path, monkeypatch, break_at):
-    choose_fragile(monkeypatch, break_at)
-    cache = BlockCache(NvmeTier(OffloadConfig.from_dict(section(tmp_path))), "numbers", 2)
-    cache.add([(f"numbers {number}", 8192) for number in range(5)])
-    for block in cache.blocks:
-        with cache.holding(block, change=True, load=False) as buffer:
-            buffer.view(torch.uint8, 0, 8192).fill_(block.index)
-    for _ in range(3):
-        for block in (*cache.blocks, *cache.blocks[::-1]):
-            cache.order.note(block.index)
-            with cache.holding(block) as buffer:
-                assert buffer.view(torch.uint8, 0, 8192).unique().tolist() == [block.index]
-    assert cache.tier.name != "fragile"
-    cache.close()
-    assert not list(tmp_path.iterdir())

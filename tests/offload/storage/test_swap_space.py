@@ -121,17 +121,6 @@ def test_threads_get_extents_of_their_own(open_space):
     assert not overlap(ranges_of(extents))
 
 
-@pytest.mark.parametrize("weights", [None, [3, 1], [1, 1, 1], [3, 1, 1]], ids=str)
-def test_bytes_follow_the_weights(open_space, weights):
-    shares = weights or [1, 1]
-    space = open_space(len(shares), weights=weights)
-    extents = [space.allocate(size) for size in (8 << 20, 1 << 20, 333_333, 5 << 20)]
-    total = sum(extent.size_bytes for extent in extents)
-    for fd, share in zip(space.fds, shares, strict=True):
-        on_path = sum(stripe.size_bytes for extent in extents for stripe in extent.stripes if stripe.fd == fd)
-        assert on_path / total == pytest.approx(share / sum(shares), rel=0.02)
-
-
 def test_segments_cover_an_extent_in_order(open_space):
     extent = open_space(3, weights=[2, 1, 1]).allocate(100 * 4096)
     for start, size_bytes in [(0, None), (0, 4096), (30 * 4096, 40 * 4096), (99 * 4096, 4096)]:
@@ -202,12 +191,6 @@ from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage.swap_space import SwapSpace
 path = Path(sys.argv[1])
 """
-
-
-def confined(code, tmp_path, kind):
-    child = run_python(PRELUDE + code, tmp_path, mounts={tmp_path: kind})
-    assert child.returncode == 0, child.stderr
-    return child
 
 
 @needs_mounts
@@ -447,27 +430,3 @@ def test_every_part_of_an_extent_is_striped_by_itself(open_again, weights):
 
 def test_parts_on_one_path_are_one_stripe(open_again):
     assert len(open_again().allocate_all([(8 * KIB, 4 * KIB)])[0].stripes) == 1
-
-
-def test_claims_and_takes_never_meet():
-    chance = random.Random(5)
-    for _ in range(50):
-        ranges, taken = FreeList(), []
-        for _ in range(60):
-            size = chance.randrange(1, 9)
-            if chance.random() < 0.3 and taken:
-                ranges.give_back(*taken.pop(chance.randrange(len(taken))))
-            elif chance.random() < 0.5:
-                taken.append((ranges.take(size), size))
-            else:
-                offset = chance.randrange(200)
-                free = all(offset + size <= start or start + length <= offset for start, length in taken)
-                if free:
-                    ranges.claim(offset, size)
-                    taken.append((offset, size))
-                else:
-                    with pytest.raises(ValueError, match="taken already"):
-                        ranges.claim(offset, size)
-            cells = [cell for offset, size in taken for cell in range(offset, offset + size)]
-            assert len(cells) == len(set(cells))
-            assert ranges.end >= max(cells, default=0)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.support.sandbox import run_python
 from tests.support.swapper_tools import (
     PATIENCE,
     PRELUDE,
@@ -61,22 +60,6 @@ with open_swapper(direct="disabled") as swapper:
 assert list(path.iterdir()) == []
 """
     run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
-
-
-def test_what_a_killed_run_leaves_is_removed_and_a_living_one_is_not(open_swapper, tmp_path):
-    living = open_swapper()
-    living.swap_out("x", torch.ones(50_000)).wait(PATIENCE)
-    code = """
-swapper = open_swapper()
-swapper.swap_out("x", torch.ones(1 << 20)).wait(PATIENCE)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert run_python(PRELUDE + code, tmp_path).returncode < 0
-    assert len(list(tmp_path.iterdir())) == 2
-    another = open_swapper()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {swap_file(swapper).parent.name for swapper in (living, another)}
-    assert living.swap_in("x").wait(PATIENCE).sum() == 50_000
 
 
 def test_a_forked_child_is_told_so_and_disturbs_nothing(tmp_path):

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import struct
 from pathlib import Path
 
@@ -299,38 +298,6 @@ def test_a_shard_of_another_export_is_noticed(tmp_path):
 
 def names_and_bytes(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from nvme_offload.offload.weights.writer import write_sharded
-
-def killed(self):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-place = sys.argv[2]
-if place == "writing":
-    from nvme_offload.offload.weights.writer import _Export
-    _Export._finish = killed
-else:
-    Path.replace = lambda source, target: killed(source)
-write_sharded(sys.argv[1], [(str(n), torch.zeros(1000)) for n in range(3)], dtype=None, max_shard_bytes=4000)
-"""
-
-
-@pytest.mark.parametrize("place", ["writing", "renaming"])
-def test_what_a_killed_export_left_is_removed_by_the_next_into_that_folder(tmp_path, place):
-    killed = run_python(KILLED, tmp_path, place)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert any(path.stat().st_size >= 4000 for path in tmp_path.rglob("*.safetensors"))
-    for name in (".hidden.tmp", "notes.partial", "model.partial"):
-        (tmp_path / name).write_text("a stranger's")
-    write_values(tmp_path, 2.0, 1)
-    assert sorted(names_and_bytes(tmp_path)) == [".hidden.tmp", "model.partial", SINGLE_FILE, "notes.partial"]
-    assert not (tmp_path / STAGING).exists()
-    assert values_in(tmp_path) == {2.0}
 
 
 def test_what_is_not_of_an_export_stays(tmp_path):

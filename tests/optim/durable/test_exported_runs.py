@@ -26,7 +26,6 @@ from tests.support.failing_drive import flip_bit
 from tests.support.killed_steps import durable_section, gradients_of
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
-from tests.support.sandbox import can_mount, run_python
 from tests.support.sharded_model import assert_same
 from tests.support.training import params_of
 
@@ -375,31 +374,6 @@ def test_a_target_without_room_is_said_and_leaves_nothing(small, tmp_path, monke
     assert len(calls) == 3
     assert "failed: ENOSPC" in output
     assert not (tmp_path / "out").exists()
-
-
-FULL_DISK = """
-import ctypes, os, sys
-from typer.testing import CliRunner
-from nvme_offload.perf.cli import app
-drive, target = sys.argv[1:]
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.mount(b"tmpfs", os.fsencode(target), b"tmpfs", ctypes.c_ulong(32), b"size=200k") == 0
-done = CliRunner().invoke(app, ["runs", "export", "small", f"{target}/out", drive])
-assert done.exit_code == 1, done.output
-assert os.listdir(target) == [], os.listdir(target)
-print(done.output)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="mounting is not allowed here")
-def test_a_disk_that_is_full_is_said_with_the_bytes_that_it_needs(small, tmp_path):
-    small.optimizer.close()
-    (tmp_path / "target").mkdir()
-    done = run_python(FULL_DISK, small.drive, tmp_path / "target", mounts={tmp_path / "target": "tmpfs"})
-    assert done.returncode == 0, done.stderr
-    assert "needed 574." in done.stdout, done.stdout
-    assert "free 200 KiB" in done.stdout
 
 
 CONTENT = {

@@ -119,36 +119,6 @@ def test_parts_that_are_used_without_being_called(tmp_path, dtype):
     assert_same_bits(*ends)
 
 
-READERS = {
-    "without gradients": lambda model, _: torch.no_grad()(model.layers[2])(torch.ones(1, 129, dtype=torch.bfloat16)),
-    "synchronize": lambda model, optimizer: (optimizer.synchronize(), [p.data for p in model.parameters()])[1],
-    "optimizer": lambda _, optimizer: optimizer.state_dict()["state"],
-    "zeroed gradients": lambda model, optimizer: (optimizer.zero_grad(set_to_none=False), model.state_dict())[1],
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_who_reads_waits(tmp_path, name):
-    found = []
-    for mode in ("off", "forward"):
-        model, optimizer = make(tmp_path, mode)
-        with optimizer:
-            for step in range(2):
-                loss_of(model, step).backward()
-                with optimizer.store.worker.kept_away():
-                    optimizer.step()
-                    reading = threading.Thread(target=lambda: found.append(READERS[name](model, optimizer)))  # noqa: B023
-                    reading.start()
-                    if mode == "forward":
-                        reading.join(0.02)
-                        assert optimizer.stats().updates_behind == optimizer.stats().num_subgroups * step
-                reading.join()
-                found.append([p.detach().clone() for p in (optimizer.synchronize(), *model.parameters())[1:]])
-                optimizer.zero_grad()
-    half = len(found) // 2
-    assert_same_bits(found[half:], found[:half])
-
-
 def test_a_copy_of_the_model_waits_for_nobody(tmp_path):
     model, optimizer = make(tmp_path, "forward")
     twin = copy.deepcopy(model)

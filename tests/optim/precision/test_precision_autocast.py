@@ -134,14 +134,6 @@ def test_all_stages_agree_with_plain_autocast(of_ranks, dtype, switches_off):
         assert all(torch.equal(value, third[2][name]) for name, value in second[2].items())
 
 
-@pytest.mark.parametrize(("dtype", "switches_off"), CASES)
-def test_one_rank_is_plain_autocast(alone, dtype, switches_off):
-    losses, norms = train_plainly(dtype, switches_off, world_size=1)
-    ours = train(0, section(dtype, 3), switches_off)
-    assert ours[0] == pytest.approx(losses[0], rel=1e-6)
-    assert ours[1] == pytest.approx(norms, rel=1e-6)
-
-
 def test_parameters_are_fp32_once_and_their_own_masters(alone):
     with initialize(fresh_model(False), section("bf16", 2)) as engine:
         rows = engine.precision_plan.to_dict()["parameters"]

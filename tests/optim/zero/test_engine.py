@@ -15,7 +15,7 @@ from tests.support import layered_model
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
-from tests.support.small_engine import BF16, FP16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
+from tests.support.small_engine import BF16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
 
 FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
 
@@ -74,28 +74,6 @@ def test_stage_0_is_plain_data_parallelism_with_the_bits_of_stage_1(tmp_path):
             assert other[1] == pytest.approx(whole[1], rel=1e-6)
             assert_same(other[2], whole[2])
         assert_same(resumed, whole[2])
-
-
-def gradient_is_there(rank, world_size):
-    seen = {}
-    cases = {"fp32": {}, "bf16": BF16, "bf16, fp32 reduction": FP32_REDUCTION}
-    for name, mode in cases.items():
-        for stage in (1, 2):
-            with initialize(fresh_model(), section(stage, **mode)) as engine:
-                engine.backward(loss_of(engine, rank, 0, 0))
-                seen[name, stage] = all(p.grad is not None for p in engine.module.parameters())
-    return seen
-
-
-def test_stage_1_reduces_at_the_boundary_where_that_loses_nothing():
-    assert run_ranks(gradient_is_there, 2)[0] == {
-        ("fp32", 1): False,
-        ("fp32", 2): True,
-        ("bf16", 1): False,
-        ("bf16", 2): True,
-        ("bf16, fp32 reduction", 1): True,
-        ("bf16, fp32 reduction", 2): True,
-    }
 
 
 def overflow_on_one_rank(rank, world_size):
@@ -295,15 +273,6 @@ def test_fp32_weights_reach_their_masters_and_16_bit_ones_become_fp32(make_engin
     for name, value in engine.module.state_dict().items():
         assert value.dtype is torch.float32
         assert torch.equal(value.full_tensor(), wanted.state_dict()[name].half().float())
-
-
-def test_gradients_are_partitions_of_the_accumulation_dtype(make_engine):
-    for mode, dtype in (({}, "float32"), (BF16, "bfloat16"), (FP16, "float16")):
-        for more in ({}, {"gradient_accumulation_dtype": "fp32"}):
-            engine = make_engine(**mode, **more)
-            backward(engine, 0, 0)
-            expected = torch.float32 if more else getattr(torch, dtype)
-            assert {p.grad.dtype for p in engine.module.parameters()} == {expected}
 
 
 def test_blocks_can_be_named(alone):
