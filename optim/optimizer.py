@@ -82,11 +82,16 @@ class OffloadOptimizer(Optimizer):
         self,
         params: Params,
         defaults: dict[str, Any],
-        offload: SectionLike,
+        offload: SectionLike | None,
         norm_group: dist.ProcessGroup | None = None,
         torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._check_torch_arguments(torch_arguments or {})
+        if offload is None:
+            raise TypeError(
+                f'{type(self).__name__}: offload= is missing: name a folder on a drive, as offload="/mnt/nvme0", or a '
+                "section, as a dict or a file; `offload init` writes one"
+            )
         config = OffloadConfig.of(offload)
         self.config = config if config.offload is None else CANDIDATES[0].applied(config)
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):

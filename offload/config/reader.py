@@ -73,9 +73,9 @@ def parse_file(path: Path) -> Any:
     """Return what a .json or .toml file says; raises ConfigError, by line and column, where it says nothing."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
-        raise ConfigError(
-            [f'the suffix is "{path.suffix}"; name the file .json or .toml, or a folder that exists'], str(path)
-        )
+        what = f'the suffix is "{path.suffix}"; name the file .json or .toml'
+        folder = "there is no such folder; make it on a drive, or name a section's file (.json, .toml)"
+        raise ConfigError([what if path.exists() else folder], str(path))
     try:
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -87,7 +87,7 @@ def parse_file(path: Path) -> Any:
     except RecursionError:
         raise ConfigError(["is nested too deeply; write a section as the reference has it"], str(path)) from None
     except ValueError as error:  # TOML's errors name line and column; a key given twice; not UTF-8
-        raise ConfigError([str(error)], str(path)) from None
+        raise ConfigError([f"{error}; write valid {path.suffix[1:].upper()}"], str(path)) from None
 
 
 class _Written(NamedTuple):

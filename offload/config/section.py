@@ -526,7 +526,7 @@ class OffloadConfig(Section):
             yield Contradiction("overlap_step", f"{why}; write skip_non_finite = false, {other}", beside)
 
     @classmethod
-    def of(cls, section: "SectionLike") -> "OffloadConfig":
+    def of(cls, section: "SectionLike | None") -> "OffloadConfig":
         """Take a section in any form that the public classes accept: itself, a dict, a file, or a folder on a drive."""
         if isinstance(section, OffloadConfig):
             return section
@@ -534,7 +534,8 @@ class OffloadConfig(Section):
             return cls.on_drive(section) if Path(section).is_dir() else cls.from_file(section)
         if isinstance(section, Mapping):
             return cls.from_dict(section)
-        raise ConfigError([f"{section!r} is no section; pass an OffloadConfig, a dict, a file or a folder on a drive"])
+        what = "no section was given" if section is None else f"{section!r} is no section"
+        raise ConfigError([f"{what}; pass an OffloadConfig, a dict, a file or a folder on a drive"])
 
     @classmethod
     def on_drive(cls, folder: str | Path, **keys: Any) -> "OffloadConfig":

@@ -80,7 +80,7 @@ class TensorSwapper:
         EngineUnavailable: the engine that was asked for cannot run here.
     """
 
-    def __init__(self, config: SectionLike, *, faults: FaultSpec | None = None) -> None:
+    def __init__(self, config: SectionLike | None = None, *, faults: FaultSpec | None = None) -> None:
         self.config = _read_config(config)
         offload = self.config.zero_optimization.offload_optimizer
         self.prefetch_budget = offload.staging_budget
@@ -302,7 +302,7 @@ def _close_all() -> None:
         swapper.close()
 
 
-def _read_config(config: SectionLike) -> OffloadConfig:
+def _read_config(config: SectionLike | None) -> OffloadConfig:
     config = OffloadConfig.of(config)
     device = config.zero_optimization.offload_optimizer.device
     if device != "nvme":
@@ -319,6 +319,8 @@ def _read_config(config: SectionLike) -> OffloadConfig:
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a tensor is a string, not {name!r}")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r}: a TensorSwapper keeps tensors, not a {type(tensor).__name__}: use torch.as_tensor")
     if hasattr(tensor, "__tensor_flatten__"):
         kind = type(tensor).__name__
         raise TypeError(f"tensor {name!r} is a {kind}, a wrapper without data of its own: swap the tensors inside it")

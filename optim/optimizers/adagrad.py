@@ -43,7 +43,7 @@ class OffloadAdagrad(OffloadOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        offload: SectionLike,
+        offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

@@ -70,7 +70,7 @@ class OffloadAdamW(OffloadOptimizer):
         maximize: bool = False,
         state_dtype: str = "fp32",
         bias_correction: bool = True,
-        offload: SectionLike,
+        offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

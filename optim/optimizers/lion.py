@@ -41,7 +41,7 @@ class OffloadLion(OffloadOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        offload: SectionLike,
+        offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

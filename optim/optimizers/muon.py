@@ -62,7 +62,7 @@ class OffloadMuon(OffloadOptimizer):
         *,
         rule: str = "Muon",
         betas: tuple[float, float] = (0.9, 0.999),
-        offload: SectionLike,
+        offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {

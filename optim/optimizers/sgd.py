@@ -44,7 +44,7 @@ class OffloadSGD(OffloadOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        offload: SectionLike,
+        offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:

@@ -12,12 +12,10 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.run import DurableRun, places_in
 from nvme_offload.offload.progress import say
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
-from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.ranks.collective import is_first_rank
 from nvme_offload.optim.tiers.units import STAGING
 
-LEAST_BUDGET = 64 * MiB
-"""Staging buffers within a smaller `host_budget` are so small that a drive does not reach its rate."""
 ALL_FITS = "everything fits into memory: no byte has to move to a drive"
 
 

@@ -19,6 +19,8 @@ from nvme_offload.optim.tiers.units import STAGING
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 
 _GRAD_ITEMSIZE = 4  # the widest
+LEAST_BUDGET = 64 * MiB
+"""Staging buffers within a smaller `host_budget` are so small that a drive does not reach its rate."""
 
 
 class StatePlacement:
@@ -52,6 +54,7 @@ class StatePlacement:
         self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
         self._on_nvme = self._section.device == "nvme"
         self._is_found = config.host_budget == "auto"
+        self._found_bytes = LEAST_BUDGET
         self.host_budget = None if config.host_budget == "auto" else config.host_budget
         """Bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
         self.device_budget = config.device_budget
@@ -62,9 +65,24 @@ class StatePlacement:
             self._check_staging_budget()
 
     def fix_budget(self, found: Callable[[], int]) -> None:
-        """Replace a host budget of "auto" by what is found, in bytes, before anything is placed."""
+        """Replace a host budget of "auto" by the bytes that are found, before anything is placed.
+
+        A step needs staging buffers on a full machine, too: they are taken from what "auto" leaves free.
+        """
         if self._is_found:
-            self.host_budget = max(0, found())
+            self._found_bytes = max(0, found())
+            self.host_budget = max(LEAST_BUDGET, self._found_bytes) if self._on_nvme else self._found_bytes
+
+    @property
+    def scarcity(self) -> str:
+        """Say that "auto" found less than `LEAST_BUDGET`; empty where it found more, or was not asked."""
+        if self._found_bytes >= LEAST_BUDGET or not self._on_nvme:
+            return ""
+        return (
+            f'host_budget = "auto" found {format_bytes(self._found_bytes)} of memory that training may take: '
+            f"{format_bytes(LEAST_BUDGET)} are taken for staging buffers all the same, and state beyond that is on "
+            "NVMe. Free memory, or write a host_budget in bytes"
+        )
 
     def max_subgroup_bytes(self, host_state_bytes: int, with_mirrors: bool) -> int:
         """Return the bytes that one staging buffer, and with it the state of one new subgroup, may have.
@@ -196,9 +214,8 @@ class StatePlacement:
         return beside + self._num_logged * 4 * mmap.PAGESIZE + (size_bytes // 4096 if self._num_logged else 0)
 
     def _too_small(self, plan: TierPlan) -> str:
-        shown = f"host_budget = {format_bytes(self.host_budget or 0)}" + (
-            ' (what "auto" found)' if self._is_found else ""
-        )
+        found = f' ("auto" found {format_bytes(self._found_bytes)})' if self._is_found else ""
+        shown = f"host_budget = {format_bytes(self.host_budget or 0)}{found}"
         needed = format_bytes(round_up(plan.bytes_on("host"), MiB))
         buffers = {unit.name: format_bytes(unit.size_bytes) for unit in plan.units_on("host", STAGING)}
         of_blocks = [f"{name} {size}" for name, size in buffers.items() if not name.endswith(KIND)]

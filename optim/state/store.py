@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.devices.numa import num_processors_of_rank
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import auto_host_budget, ranks_on_host
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
@@ -156,6 +156,8 @@ class StateStore(StepState):
         has no place is let go, so that those who shard the model can free it.
         """
         self._fix_budget()
+        if self._placement.scarcity:
+            warn_user(self._placement.scarcity, ConfigWarning)
         may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
         if any(split_shard(leaf) is not None for leaf in self.table.leaves) or (
             self.blocks.exist and not may_be_sharded

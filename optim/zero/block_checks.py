@@ -13,18 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of, free_bytes, is_device
-from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import auto_budget, auto_host_budget
 from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, check_block_sizes
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.units import round_up
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.birth.birth import is_on_meta
 from nvme_offload.optim.layout.subgroup import plan_subgroups
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
-from nvme_offload.optim.state.choice import CANDIDATES, LEAST_BUDGET
-from nvme_offload.optim.state.placement import StatePlacement
+from nvme_offload.optim.state.choice import CANDIDATES
+from nvme_offload.optim.state.placement import LEAST_BUDGET, StatePlacement
 from nvme_offload.optim.tiers.parts import FROZEN, ROOT
 
 
@@ -53,6 +54,8 @@ class BlockChecks:
             return config
         placement = StatePlacement(config, self.rule)
         placement.fix_budget(lambda: self._left(account))
+        if placement.scarcity:
+            warn_user(placement.scarcity, ConfigWarning)
         stays = "none" in (section.device, config.offload_gradients.device)
         _plan(config, placement, account, with_mirrors=account.on_device and stays)
         return config.model_copy(update={"host_budget": placement.host_budget})

@@ -47,6 +47,12 @@ _NONE = (
 )
 
 
+_BACKWARD_TWICE = (
+    "A forward has one backward: call engine.backward once for each micro-batch, without loss.backward() beside it. "
+    "Add up losses of the same forward, or pass retain_graph=True to all but the last."
+)
+
+
 class OffloadEngine(CheckpointEngine):
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
 
@@ -282,7 +288,12 @@ class OffloadEngine(CheckpointEngine):
         ):
             self.optimizer.expect_step(self._accumulation.is_boundary)
             self._set_sync()  # once more: an exception may have come before the call that belongs here
-            torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
+            try:
+                torch.autograd.backward(self._scaled(loss, share), retain_graph=retain_graph)
+            except RuntimeError as error:
+                if "a second time" in str(error):  # torch's words
+                    error.add_note(_BACKWARD_TWICE)
+                raise
             self._accumulation.has_backward = True
 
     def accumulate(
@@ -375,6 +386,7 @@ class OffloadEngine(CheckpointEngine):
         `OffloadOptimizer.finish_step`; gradients that were applied are not applied again.
 
         Raises:
+            ClosedError: the engine is closed.
             RuntimeError: no backward came before, or a plain ``loss.backward()`` where `backward` does more; says what
                 to write.
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
@@ -383,6 +395,7 @@ class OffloadEngine(CheckpointEngine):
                 and the step begins anew.
             Exception: what the scheduler raises, when everything else is done.
         """
+        self.optimizer.store.check_usable()
         self._follow_groups()
         gradients = (param.grad for param in self.module.parameters())
         self._accumulation.check_step(gradients, is_scaled=self._part.scaler is not None)

@@ -9,7 +9,8 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES, LEAST_BUDGET
+from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
+from nvme_offload.optim.state.placement import LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
 from nvme_offload.perf.plan.prediction import tier_plan

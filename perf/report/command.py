@@ -48,6 +48,10 @@ def report(
     target = file.with_suffix(".html") if output is None else output
     try:
         text = page_of(file)
+    except FileNotFoundError:
+        what = "there is no such file; name that of run_log in the section, or of what offload bench --json printed"
+        typer.echo(f"offload: {file}: {what}", err=True)
+        raise typer.Exit(2) from None
     except (OSError, ValueError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
@@ -63,7 +67,7 @@ def page_of(file: Path) -> str:
         if isinstance(document, dict) and {"config", "environment", "engine", "results"} <= document.keys():
             return bench_page(document)
     if not (records := read_records(file)):
-        raise ValueError(f"{file}: nothing noted yet; a run begins to with the first step after a second")
+        raise ValueError(f"{file}: nothing is noted yet; a run writes its first line in the first step after a second")
     return run_page(records)
 
 

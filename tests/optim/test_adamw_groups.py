@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import ClosedError, ConfigError, OffloadAdamW, OffloadConfig, OutOfSpaceError
+from nvme_offload import ClosedError, ConfigError, OffloadAdamW, OffloadConfig, OffloadMuon, OutOfSpaceError
 from tests.support.training import (
     BLOCK,
     SETTINGS,
@@ -101,6 +101,12 @@ def refusals():
 def test_parameters_that_cannot_be_optimized(make_adamw, device, params, error, words):
     with pytest.raises(error, match=words):
         make_adamw(params, device)
+
+
+@pytest.mark.parametrize("kind", [OffloadAdamW, OffloadMuon])
+def test_an_optimizer_without_a_section_says_what_to_write(kind):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}: offload= is missing: name a folder on a drive"):
+        kind([param((5,))])
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

@@ -24,6 +24,7 @@ from nvme_offload import (
     OutOfSpaceError,
     StateError,
     SwapIOError,
+    TensorSwapper,
 )
 from nvme_offload.offload.config.keys import sections
 from nvme_offload.offload.config.section import AioConfig
@@ -367,7 +368,7 @@ def test_round_trip(section):
         ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
         ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
         ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
-        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml, or a folder that exists'),
+        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml'),
     ],
 )
 def test_bad_file_names_file_and_place(tmp_path, name, text, pattern):
@@ -387,6 +388,10 @@ def test_file_that_is_not_text(tmp_path):
 def test_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"offload init.*absent\.json"):
         OffloadConfig.from_file(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="absent: there is no such folder; make it on a drive"):
+        OffloadConfig.of(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="no section was given; pass an OffloadConfig"):
+        TensorSwapper()
 
 
 # The models themselves, and what is generated from them.

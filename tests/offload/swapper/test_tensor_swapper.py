@@ -286,6 +286,8 @@ def test_tensors_without_dense_data_are_refused(swapper):
             swapper.swap_out("x", tensor)
     with pytest.raises(TypeError, match="name of a tensor is a string"):
         swapper.swap_out(3, torch.zeros(1))
+    with pytest.raises(TypeError, match="'x': a TensorSwapper keeps tensors, not a list"):
+        swapper.swap_out("x", [1.0])
     assert swapper.names() == []
 
 

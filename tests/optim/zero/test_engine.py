@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ConfigError, OffloadEngine, TensorSwapper, initialize
+from nvme_offload import ClosedError, ConfigError, OffloadEngine, TensorSwapper, initialize
 from tests.support import layered_model
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
@@ -173,9 +173,17 @@ def test_calls_in_the_wrong_order_are_said(make_engine):
         engine.backward({"loss": torch.ones((), requires_grad=True)})
     with pytest.raises(ValueError, match=r"scalar loss, not one of shape \(3,\)"):
         engine.backward(torch.ones(3, requires_grad=True))
+    loss = loss_of(engine, 0, 0, 0)
+    engine.backward(loss)
+    with pytest.raises(RuntimeError, match="a second time") as raised:
+        engine.backward(loss)
+    assert any("engine.backward once for each micro-batch" in note for note in raised.value.__notes__)
     step_of(engine, 0)
     assert engine.global_steps == 1
     assert math.isfinite(engine.get_global_grad_norm())
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.step()
 
 
 @pytest.mark.parametrize("mode", [{}, BF16], ids=["fp32", "bf16"])

@@ -159,8 +159,10 @@ def test_other_files_are_named(tmp_path):
     assert done.exit_code == 2
     assert "other.json, line 1: not what a run notes of itself" in done.output
     (tmp_path / "other.json").write_text("")
-    assert "nothing noted yet" in report(tmp_path / "other.json").output
-    assert report(tmp_path / "nothing").exit_code == 2
+    assert "nothing is noted yet" in report(tmp_path / "other.json").output
+    done = report(tmp_path / "nothing")
+    assert done.exit_code == 2
+    assert "there is no such file; name that of run_log" in done.output
 
 
 def points(svg):
