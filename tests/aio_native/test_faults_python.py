@@ -107,27 +107,6 @@ def test_a_failed_operation_waits_for_what_is_in_flight_and_issues_nothing_more(
     assert requests.idle
 
 
-def test_directions_share_the_depth():
-    requests = queue_of((Op.READ, 50 * 1024), (Op.READ, 1024), (Op.WRITE, 50 * 1024))
-    in_flight = [take(requests) for _ in range(4)]
-    assert sorted(request.op for request in in_flight) == [Op.READ, Op.READ, Op.WRITE, Op.WRITE]
-    assert requests.next() is None
-    write = next(request for request in in_flight if request.op is Op.WRITE)
-    for _ in range(20):  # reads are slow: writes get their own share, not all of it
-        requests.complete(write, 1024)
-        write = take(requests)
-        assert write.op is Op.WRITE
-
-
-def test_the_depth_is_measured():
-    requests = queue_of((Op.READ, 2048))
-    first, second = take(requests), take(requests)
-    requests.complete(first, 1024)
-    requests.complete(second, 1024)
-    stats = requests.stats(0)
-    assert 0 < stats.busy_ns <= stats.depth_ns <= 2 * stats.busy_ns
-
-
 @given(st.integers(0, 2**32), st.integers(1, 10**6))
 def test_an_injected_short_transfer_is_legal_for_direct_io(seed, size_bytes):
     injector = FaultInjector(FaultSpec(seed=seed, short=1.0), 256)

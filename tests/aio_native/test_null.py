@@ -39,13 +39,6 @@ def test_options_out_of_range_are_named(wrong):
         NullEngine(dataclasses.replace(OPTIONS, **wrong))
 
 
-def test_a_negative_offset_is_refused():
-    engine = NullEngine(OPTIONS)
-    with pytest.raises(ValueError, match="offset"):
-        engine.submit(Op.READ, [Segment(0, -4096, 4096, 4096)])
-    engine.close()
-
-
 def test_stats_can_be_read_after_closing():
     engine = NullEngine(OPTIONS)
     operation = engine.submit(Op.READ, [SEGMENT])
@@ -54,16 +47,6 @@ def test_stats_can_be_read_after_closing():
     assert operation.done()
     assert engine.stats().requests == 1024
     assert engine.stats().cpu_ns > 0
-
-
-def test_a_request_costs_microseconds():
-    engine = NullEngine(OPTIONS)
-    operation = engine.submit(Op.READ, [SEGMENT])
-    assert operation is not None
-    assert operation.wait(60)
-    stats = engine.stats()
-    engine.close()
-    assert stats.cpu_ns / stats.requests < 100_000  # about 2000 where nothing else runs
 
 
 def test_a_signal_handler_may_submit_at_any_moment():

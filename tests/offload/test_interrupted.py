@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, StateError, TensorSwapper
+from nvme_offload import OffloadConfig, TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.interrupts import STRIKES, every, strided, struck
@@ -144,21 +144,6 @@ def test_a_block_cache_goes_on(tmp_path, name, strike, stride):
         subject.check(interrupt.place)
     subject.cache.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_holds_for_a_gather_that_was_forgotten_are_given_up(tmp_path):
-    """The rule of `on_pressure`: what nobody has on his list is nobody's."""
-    lost = []
-    subject = Cache(tmp_path, on_pressure=lambda: [block.holders.discard("lost") for block in lost])
-    cache = subject.cache
-    cache.hold(cache.blocks[0], by="lost")
-    cache.hold(cache.blocks[1], by="kept")
-    with pytest.raises(StateError, match="all 2 are held"):
-        cache.hold(cache.blocks[2])
-    lost.append(cache.blocks[0])
-    assert subject.content(2) == [2]
-    cache.release(cache.blocks[1], by="kept")
-    cache.close()
 
 
 @STRIKES

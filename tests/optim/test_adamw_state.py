@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from tests.support.training import BLOCK, SETTINGS, Twin, assert_same_bits, param, params_of, snapshot, take_steps
+from tests.support.training import BLOCK, Twin, assert_same_bits, param, params_of, snapshot, take_steps
 
 SHAPES = [(BLOCK + 1,), (33, 65), (), (200,)]
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
@@ -35,23 +35,6 @@ def test_a_state_dict_is_ordinary(make_adamw):
     later = copy.deepcopy(state)
     take_steps(optimizer, params, 9)
     assert_same_bits(state, later)  # a copy, not a window
-
-
-def test_hyperparameters_come_with_the_state_dict(make_adamw):
-    _, optimizer = trained(make_adamw, lr=0.5, maximize=True)
-    params, resumed = trained(make_adamw)
-    resumed.load_state_dict(optimizer.state_dict())
-    assert resumed.param_groups[0]["lr"] == 0.5
-    assert resumed.param_groups[0]["maximize"] is True
-    assert resumed.param_groups[0]["params"] == params
-
-
-def test_torch_adamw_loads_ours(make_adamw):
-    params, optimizer = trained(make_adamw, params=params_of(SHAPES, torch.float32))
-    reference = torch.optim.AdamW(params, foreach=False, **SETTINGS)
-    reference.load_state_dict(optimizer.state_dict())
-    take_steps(reference, params, 5)
-    assert float(reference.state[params[0]]["step"]) == 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

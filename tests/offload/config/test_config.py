@@ -28,7 +28,7 @@ from nvme_offload import (
 )
 from nvme_offload.offload.config.keys import sections
 from nvme_offload.offload.config.section import AioConfig
-from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.offload.units import GiB
 from scripts import configuration_page
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -197,20 +197,6 @@ ZERO_INFINITY = {  # the NVMe section of DeepSpeed's and Hugging Face's document
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
-
-
-def test_defaults():
-    config = OffloadConfig.from_dict({})
-    assert config == OffloadConfig()
-    assert config.nvme_paths == ()
-    assert config.gradient_clipping == 0.0
-    zero, aio = config.zero_optimization, config.aio
-    assert (zero.stage, zero.sub_group_size) == (0, 8_388_608)
-    optimizer = zero.offload_optimizer
-    assert (optimizer.device, optimizer.buffer_count, optimizer.pin_memory) == ("none", 4, None)
-    assert optimizer.staging_budget == 512 * MiB
-    assert (aio.engine, aio.block_size, aio.queue_depth, aio.rings) == ("auto", MiB, 32, 1)
-    assert (aio.direct, aio.checksums, aio.path_weights) == ("required", False, None)
 
 
 def test_deepspeed_section_is_read_with_one_warning_that_says_why():

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import struct
 import threading
 from contextlib import suppress
@@ -78,22 +77,6 @@ def test_after_one_was_destroyed_the_other_is_spared(tmp_path):
     assert found(tmp_path) == []
 
 
-def test_it_is_none_with_any_of_its_sectors_lost(tmp_path):
-    files = opened(tmp_path)
-    files.write(manifest(1, blob=b"old" * 5000))
-    path = tmp_path / NAMES[1]
-    before = path.read_bytes()
-    files.write(manifest(2, blob=b"new" * 5000))
-    after, chance = path.read_bytes(), random.Random(0)
-    num_sectors = -(-len(manifest(2, blob=b"new" * 5000).encode()) // 512)
-    assert num_sectors > 20
-    for number in range(100):
-        lost = {number} if number < num_sectors else {n for n in range(num_sectors) if chance.random() < 0.3}
-        sectors = [(before if n in lost else after)[n * 512 : (n + 1) * 512] for n in range(len(after) // 512)]
-        path.write_bytes(b"".join(sectors))
-        assert found(tmp_path) == ([1] if lost else [2, 1])
-
-
 def test_it_is_none_with_any_bit_flipped(tmp_path):
     files = opened(tmp_path)
     files.write(manifest(1))
@@ -164,22 +147,6 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:5000], offset))
     files.write(manifest(1, blob=os.urandom(30_000)))
     assert found(tmp_path) == [1]
-
-
-def test_every_write_lasts_when_it_returns(tmp_path):
-    files = opened(tmp_path)
-    fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
-    flags = [
-        sync_flags(fd) for fd in fds if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{tmp_path}/{NAMES[0][:-1]}")
-    ]
-    assert flags == [os.O_DSYNC] * 2
-    files.close()
-
-
-def sync_flags(fd):
-    with open(f"/proc/self/fdinfo/{fd}") as file:
-        flags = int(next(line for line in file if line.startswith("flags:")).split()[1], 8)
-    return flags & os.O_DSYNC
 
 
 def test_descriptors_go_with_the_object(tmp_path):

@@ -274,28 +274,6 @@ def test_where_a_write_goes_is_the_same_until_it_is_sealed_or_committed(space):
     assert ring.to_append(0) is not place, "another entry"
 
 
-def test_a_target_that_is_not_used_is_for_others(space):
-    ring = ExtentRing(space, incarnation=1, sequence=1)
-    ring.add(layouts(1, 4))
-    rewrite(ring, 0)
-    ring.note_commit()
-    ring.begin_turn()
-    entry = ring.to_append(0)
-    base = ring.to_rewrite(0)  # its entry was too small
-    assert ring.to_rewrite(0) is base
-    rewrite(ring, 0)
-    ring.note_commit()
-    ring.begin_turn()
-    others = [ring.to_append(0)]
-    append(ring, 0)
-    ring.begin_turn()
-    others.append(ring.to_append(0))
-    append(ring, 0)
-    ring.begin_turn()
-    others.append(ring.to_append(0))
-    assert entry in others
-
-
 def test_nothing_is_added_to_a_slot_without_a_base_or_with_a_full_log(space):
     ring = ExtentRing(space, incarnation=1, sequence=1)
     ring.add(layouts(1, 2))

@@ -6,16 +6,13 @@ import itertools
 import os
 import random
 import subprocess
-import threading
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nvme_offload import OutOfSpaceError, SwapIOError
 from nvme_offload.offload.durable.directory import DurableDirectory
-from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage import swap_file
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 from nvme_offload.offload.storage.swap_space import SwapSpace
@@ -102,23 +99,6 @@ def test_extents_never_overlap_and_freed_ranges_are_used_again(open_space):
     whole = space.allocate(sum(sizes) // 2)  # all holes are one again: nothing has to grow
     assert whole.size_bytes >= sum(sizes) // 2
     assert [os.fstat(fd).st_size for fd in space.fds][1] <= max(sizes[1], sum(sizes) // 3 + 4096)
-
-
-def test_threads_get_extents_of_their_own(open_space):
-    space = open_space(2)
-    extents = []
-
-    def work():
-        for _ in range(50):
-            extents.append(space.allocate(30_000))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(extents) == 200
-    assert not overlap(ranges_of(extents))
 
 
 def test_segments_cover_an_extent_in_order(open_space):
@@ -347,32 +327,6 @@ def open_again(open_space):
 def moved(stripes, before, after):
     """Stripes of a space that was closed, in one that is open."""
     return [Stripe(after[before.index(stripe.fd)], stripe.offset, stripe.size_bytes) for stripe in stripes]
-
-
-def test_bytes_and_promises_stay(open_again, monkeypatch):
-    space = open_again(2)
-    fds, extents = space.fds, space.allocate_all([64 * KIB, 40 * KIB, 24 * KIB])
-    for stripe in extents[1].stripes:
-        os.pwritev(stripe.fd, [memory_of(stripe.size_bytes)], stripe.offset)
-    paths = [space.path_of(fd) for fd in space.fds]
-    space.close()
-    assert all(path.exists() for path in paths)
-    space = open_again(2)
-    kept = space.claim(moved(extents[1].stripes, fds, space.fds))
-    monkeypatch.setattr(os, "posix_fallocate", None)  # nothing is asked for
-    space.promise()
-    others = space.allocate_all([64 * KIB, 24 * KIB])
-    taken = [stripe for extent in (kept, *others) for stripe in extent.stripes]
-    assert sum(stripe.size_bytes for stripe in taken) == 128 * KIB
-    assert len({(fd, at) for fd, offset, size in taken for at in range(offset, offset + size, 4 * KIB)}) == 32
-    for stripe in kept.stripes:
-        content = space.path_of(stripe.fd).read_bytes()[stripe.offset : stripe.offset + stripe.size_bytes]
-        assert content == b"\x5a" * stripe.size_bytes
-
-
-def memory_of(size_bytes):
-    """Aligned, as direct I/O needs it."""
-    return HostRegion(size_bytes).view(torch.uint8, 0, size_bytes).fill_(0x5A).numpy().data
 
 
 def test_what_is_claimed_twice_is_refused_and_keeps_nothing(open_again):

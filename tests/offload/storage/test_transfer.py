@@ -75,23 +75,6 @@ def test_await_before_and_after_completion():
     assert asyncio.run(main()) == ("result", "result")
 
 
-def test_many_tasks_await_one_transfer_and_many_transfers():
-    pairs = [make() for _ in range(50)]
-
-    def complete_all():
-        for operation, _ in reversed(pairs):
-            operation.complete(None)
-
-    async def watch(transfer):
-        return await transfer
-
-    async def main():
-        later(complete_all)
-        return await asyncio.gather(*(watch(transfer) for _, transfer in pairs for _ in range(3)))
-
-    assert asyncio.run(main()) == ["result"] * 150
-
-
 def test_cancelling_a_task_does_not_cancel_the_transfer():
     operation, transfer = make()
 

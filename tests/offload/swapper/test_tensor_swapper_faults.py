@@ -12,7 +12,7 @@ from nvme_offload.offload.swapper.pieces import MAX_PIECE_BYTES, MIN_PIECE_BYTES
 from tests.support.failing_drive import flip_bit
 from tests.support.own_resources import Resources
 from tests.support.sandbox import run_python
-from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, MiB, random_bits, same_bits, swap_file
+from tests.support.swapper_tools import PATIENCE, KiB, MiB, random_bits, same_bits, swap_file
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, monkeypatch):
@@ -140,15 +140,6 @@ def test_a_flipped_byte_is_found_where_checksums_are_on(open_swapper, position):
     assert f"at offset {position // 65_536 * 65_536} of" in caught.value.extent
 
 
-def test_checksums_pass_what_is_intact(open_swapper):
-    swapper = open_swapper(checksums=True)
-    for number, dtype in enumerate(DTYPES):
-        tensor = random_bits((number * 11 % 7, 9999), dtype).t()
-        swapper.swap_out("x", tensor)
-        swapper.prefetch("x")
-        assert same_bits(swapper.swap_in("x").wait(PATIENCE), tensor)
-
-
 @pytest.mark.parametrize("shape", [(7, 5, 3), (1, 1, 4), (4, 1, 1), (2, 3, 1, 5)])
 def test_spans_are_the_run_in_order(shape):
     numel = torch.Size(shape).numel()
@@ -232,25 +223,6 @@ def test_a_tiny_tensor_does_not_wait_for_a_huge_one(open_swapper):
     again.wait(PATIENCE)
     assert tiny.operation.completed_ns < out.operation.completed_ns
     assert again.operation.completed_ns < read.operation.completed_ns
-
-
-def test_huge_and_tiny_in_both_directions_with_two_buffers(open_swapper):
-    swapper = open_swapper(staging_budget=16 * KiB, buffer_count=2)
-    huge = random_bits((2 * MiB,), torch.uint8)
-    swapper.swap_out("huge", huge).wait(PATIENCE)
-    reads = []
-    for number in range(40):
-        swapper.swap_out(f"tiny {number}", torch.full((number,), number))
-        if number % 10 == 0:
-            reads.append(swapper.swap_in("huge"))
-            swapper.swap_out(f"huge {number}", huge)
-    for number in range(40):
-        tiny = swapper.swap_in(f"tiny {number}").wait(PATIENCE)
-        assert tiny.shape == (number,)
-        assert (tiny == number).all()
-    for read in reads:
-        assert same_bits(read.wait(PATIENCE), huge)
-    assert same_bits(swapper.swap_in("huge 30").wait(PATIENCE), huge)
 
 
 def test_threads_that_write_and_read_one_name_see_whole_values(swapper):

@@ -3,7 +3,6 @@
 import random
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
 LAYERS = 4
-HALF = 150_000  # bytes of a host budget that keeps some subgroups in memory, and others not
 
 
 def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
@@ -99,22 +97,6 @@ def test_whoever_reads_finds_the_latest_step(alone, tmp_path, seed, precision):
     assert len(off) == len(lazy) > 5
     for one, other in zip(off, lazy, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def test_another_thread_may_read_meanwhile(alone, tmp_path):
-    """As it may while nothing is done behind a step: between two steps, in forward and backward."""
-    ends = []
-    for disturbed in (False, True):
-        with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
-            for step in range(6):
-                train_step(engine, step)
-                with ThreadPoolExecutor(1) as threads:
-                    found = threads.submit(engine.optimizer.state_dict) if disturbed else None
-                    loss_of(engine, step + 1)
-                if found:
-                    assert float(found.result()["state"][0]["step"]) == step + 1
-            ends.append(full_state(engine.module, engine.optimizer))
-    assert_same(*ends)
 
 
 def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_path):

@@ -134,21 +134,6 @@ def test_all_stages_agree_with_plain_autocast(of_ranks, dtype, switches_off):
         assert all(torch.equal(value, third[2][name]) for name, value in second[2].items())
 
 
-def test_parameters_are_fp32_once_and_their_own_masters(alone):
-    with initialize(fresh_model(False), section("bf16", 2)) as engine:
-        rows = engine.precision_plan.to_dict()["parameters"]
-        assert {(row["storage"], row["master"], row["accumulate"]) for row in rows} == {("fp32", "itself", "fp32")}
-        gathers = {row["names"]: row["gather"] for row in rows}
-        assert gathers["blocks.*.gate.weight"] == gathers["head.bias"] == "bf16"
-        assert gathers["blocks.*.router.weight"] == "bf16", "found by watching its forward"
-        assert gathers["blocks.*.norm.weight"] == gathers["embedding.weight"] == "fp32"
-        assert engine.loss_scale == 1
-        assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
-    with initialize(fresh_model(False), section("fp16", 2)) as engine:
-        assert engine.precision_plan.loss_scaling
-        assert engine.loss_scale == 256
-
-
 def test_other_classes_can_be_listed_and_must_exist(alone):
     def config(*names):
         listed = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": list(names)}

@@ -102,26 +102,6 @@ def test_every_other_combination_is_refused():
         assert "; ".join(caught.value.problems) == combination.outcome()
 
 
-def test_what_is_refused_names_two_keys_and_what_to_write():
-    refused = [item for item in ALL if item not in VALID]
-    assert len(refused) == 42
-    modes = {"none": "neither bf16.enabled nor fp16.enabled", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}
-    for combination in refused:
-        accumulations, communications = GOES[combination.mode]
-        text = combination.outcome()
-        wrong = [
-            (key, value, choices)
-            for key, value, choices in (
-                ("gradient_accumulation_dtype", combination.accumulation, accumulations),
-                ("communication_data_type", combination.communication, communications),
-            )
-            if value not in choices | {None}
-        ]
-        assert any(f'{key} = "{value}": ' in text for key, value, _ in wrong)
-        assert modes.get(combination.mode, "torch_autocast.enabled") in text
-        assert '"fp32"' in text.split("; write ")[1]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(PIPELINES_REDUCE_ONCE, reason="some combinations are refused by name with this torch")
 def test_pipelines_of_two_stages_with_two_ranks_each(one_thread):
