@@ -33,7 +33,6 @@ _ABOUT = {
         "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --drive gen4-consumer --flops 1e14",
     ),
     "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
-    "report": ("Write a page of HTML about a run or a benchmark.", "run.jsonl --output run.html"),
     "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),
     "top": ("Watch a run: its bytes, rates, waits and drives.", "/mnt/nvme0"),
     "tune": ("Find the best `aio` section for a drive.", "--path /mnt/nvme0 --seconds 60 --output aio.json"),

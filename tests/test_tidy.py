@@ -58,7 +58,6 @@ FOLDERS_BOTTOM_UP = {
     ),
     "perf": (
         {"measure"},
-        {"report"},
         {"bench", "doctor", "plan", "runs", "tune"},
         {"cli", "init", "top", "verify"},
         {"experiments"},

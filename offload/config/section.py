@@ -337,9 +337,9 @@ class OffloadConfig(Section):
     of modules or parameters, or of class names, alone or with the package that they are imported from, as
     `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
     run_log: FilePath | None = key(None, "a path")
-    """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` and
-    `offload report` while it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if
-    it is missing; that it cannot be written is said once and stops nothing."""
+    """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` while
+    it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if it is missing; that it
+    cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
     checkpoint: CheckpointConfig = CheckpointConfig()

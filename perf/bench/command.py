@@ -1,7 +1,6 @@
 """`offload bench`: how fast bytes move here, at which cost, and beside fio."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -19,6 +18,7 @@ from nvme_offload.perf.measure.command_line import (
     Json,
     Paths,
     Rw,
+    SaveTo,
     Settings,
     Size,
     byte_option,
@@ -28,7 +28,6 @@ from nvme_offload.perf.measure.command_line import (
     say_saved,
 )
 from nvme_offload.perf.measure.results import save
-from nvme_offload.perf.report.bench import bench_page
 
 RwChoice = Literal["read", "write", "mixed", "all"]
 
@@ -57,9 +56,7 @@ def bench(
         int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
     ] = None,
     as_json: Json = False,
-    save_to: Annotated[
-        Path | None, typer.Option("--save", help="Folder for the results: JSON, Markdown and HTML.")
-    ] = None,
+    save_to: SaveTo = None,
 ) -> None:
     """Measure a drive: bandwidth, IOPS, latency and processor time.
 
@@ -90,7 +87,4 @@ def bench(
         show(document, Console())
     if save_to:  # last: a disk that is full by now must not cost what was measured
         with failures_in_words():
-            files = save(save_to, f"bench-{target}", summarized(document), markdown(document))
-            files.append(files[0].with_suffix(".html"))
-            files[-1].write_text(bench_page(summarized(document)), encoding="utf-8")
-            say_saved(files)
+            say_saved(save(save_to, f"bench-{target}", summarized(document), markdown(document)))

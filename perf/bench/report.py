@@ -1,20 +1,20 @@
 """A report shows in words and tables what `offload bench` measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.offload.units import GB, MiB, format_bytes
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
 from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
 from nvme_offload.perf.measure.workloads import STEPS_PER_PASS, Sample
-from nvme_offload.perf.report.bench import HEAD, rows_of, without_passes
 
+HEAD = ("rw", "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "max", "CPU s/GB")
 PERCENTILES = (50, 95, 99, 99.9, 100)
 
 
@@ -84,6 +84,23 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def rows_of(document: Mapping[str, Any]) -> list[list[str]]:
+    """A row below `HEAD` for each direction."""
+    return [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    bw, clat = figures["bw_bytes"], figures["transfer_clat_ns"]
+    return [
+        *(f"{bw[name] / GB:.2f}" for name in ("median", "min", "max")),
+        f"{figures['iops']:.0f}",
+        f"{figures['achieved_depth']:.1f}/{figures['requested_depth']}",
+        f"{figures['request_clat_ns'] / 1e6:.2f}",
+        *(f"{clat[percent] / 1e6:.1f}" if percent in clat else "-" for percent in ("50", "99", "99.9", "100")),
+        f"{figures['cpu_seconds_per_gb']:.3f}",
+    ]
+
+
 def series_lines(document: dict[str, Any]) -> list[str]:
     """Return what loads without a pause have shown, direction by direction."""
     return [words for result in document["results"].values() for words in result.get("found", {}).get("words", [])]
@@ -108,7 +125,11 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
     """A document of `offload bench` without single passes and runs: what is kept in a file."""
-    kept = without_passes(document)
+    parts = ("summary", "series", "found")
+    results = {
+        rw: {part: result[part] for part in parts if part in result} for rw, result in document["results"].items()
+    }
+    kept = {**document, "results": results}
     for rw, compared in document.get("comparison", {}).items():
         if isinstance(compared, dict):
             quads = {"ratios": compared["quads"], "control_ratios": compared["controls"]}

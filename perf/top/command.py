@@ -28,11 +28,20 @@ from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import TB, format_bytes, format_rate
-from nvme_offload.optim.telemetry.run_record import read_records
+from nvme_offload.optim.telemetry.run_record import KINDS, bytes_written, read_records
 from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read_health, temperature
 from nvme_offload.perf.plan.machine import Drives, MachineError
-from nvme_offload.perf.report.command import PARTS, STEP_HEAD, step_rows
 
+PARTS = {
+    "computing": "iteration_compute_seconds",
+    "waiting for the drive": "iteration_wait_seconds_drive",
+    "waiting for a staging buffer": "iteration_wait_seconds_staging_buffers",
+    "waiting for an update": "iteration_wait_seconds_kernel",
+    "updating in step()": "iteration_kernel_seconds",
+    "the norm": "iteration_norm_seconds",
+}
+"""An iteration's seconds went to these, with the scalar that has each."""
+STEP_HEAD = ("a step, by kind", "read", "written", "tier plan: read", "written")
 BAR = 20  # characters of a bar
 HEALTH_SECONDS = 60  # the words of SMART are shown for so long: to ask costs a process, and wear is slow
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
@@ -80,7 +89,7 @@ def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) ->
     """
     record = run.record
     parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
-    if moved := step_rows(record):
+    if moved := _step_rows(record):
         parts.insert(1, _table(STEP_HEAD, moved))
     rows = list(drives.rows(record["paths"]))
     if rows:
@@ -125,6 +134,21 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
+def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row below `STEP_HEAD` for each kind that a mean step has moved, or that the tier plan lets it move.
+
+    The tier plan takes the micro-batches of a step one after the other, but where the section says "vertical", and
+    counts nothing as found in a staging buffer.
+    """
+    scalars, planned, rows = record["scalars"], record.get("planned", {}), list[list[str]]()
+    for kind, prefix in KINDS.items():
+        moved = [scalars.get(f"{prefix}bytes_{way}", 0) / max(1, scalars["steps"]) for way in ("read", "written")]
+        moved += [planned.get(kind, {}).get(way, 0) for way in ("read", "written")]
+        if any(moved):
+            rows.append([kind, *(format_bytes(round(size)) for size in moved)])
+    return rows
+
+
 def _now(record: Mapping[str, Any], limit: float | None) -> Table:
     """Rates since the record before."""
     since, table = record["since"], _grid()
@@ -142,8 +166,7 @@ def _now(record: Mapping[str, Any], limit: float | None) -> Table:
         table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds))
     depth, most = scalars["achieved_depth"], record["queue_depth"]
     table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most), record["engine"])
-    total = scalars["bytes_written"] + scalars["param_bytes_written"] + scalars["grad_bytes_written"]
-    table.add_row("written by this run", format_bytes(total))
+    table.add_row("written by this run", format_bytes(round(bytes_written(scalars))))
     return table
 
 

@@ -1,1 +1,0 @@
-"""`offload report`: one page of HTML about a run or a benchmark, with its pictures in it."""
