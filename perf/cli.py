@@ -35,7 +35,6 @@ _ABOUT = {
     "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
     "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),
     "top": ("Watch a run: its bytes, rates, waits and drives.", "/mnt/nvme0"),
-    "tune": ("Find the best `aio` section for a drive.", "--path /mnt/nvme0 --seconds 60 --output aio.json"),
     "verify": ("Verify bits and speed of training on this machine's GPU or CPU.", "--path /mnt/nvme0"),
 }
 COMMANDS = {

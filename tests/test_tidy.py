@@ -58,7 +58,7 @@ FOLDERS_BOTTOM_UP = {
     ),
     "perf": (
         {"measure"},
-        {"bench", "doctor", "plan", "runs", "tune"},
+        {"bench", "doctor", "plan", "runs"},
         {"cli", "init", "top", "verify"},
         {"experiments"},
         {"benchmarks"},

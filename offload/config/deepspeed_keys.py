@@ -33,7 +33,7 @@ TOP_IGNORED = {
 }
 TOP_ONLY = {
     "amp": ({"enabled": False}, "there is no Apex; enable bf16, fp16 or torch_autocast"),
-    "autotuning": ({"enabled": False}, "nothing is tuned by trial runs; `offload tune` tries the drive"),
+    "autotuning": ({"enabled": False}, "nothing is tuned by trial runs; `offload plan` says how long a step will take"),
     "elasticity": ({"enabled": False}, "a run keeps its ranks, and a checkpoint loads on others; write the batch keys"),
     **each(
         "curriculum_learning data_efficiency eigenvalue progressive_layer_drop",

@@ -3,20 +3,18 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
-from nvme_offload.offload.units import GiB, format_bytes
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import Machine, MachineError
-from nvme_offload.perf.plan.prediction import uses_nvme
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
-from nvme_offload.perf.tune.command import Search, run_tune
 
 
 def init(
@@ -25,7 +23,6 @@ def init(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File for the section. A file that exists is not overwritten.")
     ] = Path("offload.json"),
-    seconds: Annotated[float, typer.Option(help="Time to find the aio section; 0 takes the defaults.")] = 60.0,
     ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or one.")] = None,
     tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
     host_memory: Annotated[int | None, byte_option("--host-memory", text="By default what there is here.")] = None,
@@ -50,8 +47,7 @@ def init(
     for line in _words(shape, machine, found):
         typer.echo(line, err=True)
     with failures_in_words():
-        section = found.section | _measured(found, path, seconds)
-        output.write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(found.section, indent=2) + "\n", encoding="utf-8")
     steps = f"offload doctor --config {output}, offload plan --model {model} --config {output}"
     typer.echo(f"saved {output}; next: {steps}", err=True)
 
@@ -68,16 +64,6 @@ def this_machine(paths: list[Path], ranks: int | None, host_memory: int | None) 
         device_memory=torch.cuda.get_device_properties(0).total_memory if gpus else None,
         capacity=sum(shutil.disk_usage(folder).free for folder in folders.values()),
     )
-
-
-def _measured(found: ChosenSection, paths: list[Path], seconds: float) -> dict[str, Any]:
-    """The section ``aio``, where anything goes to NVMe and there is time to measure."""
-    if not uses_nvme(found.job.config) or seconds <= 0:
-        return {}
-    typer.echo(f"now {seconds:g} s to find the aio section for these drives; --seconds says how many", err=True)
-    search = Search(paths=tuple(paths), size=GiB, seconds=seconds, direct="required", output=Path("aio.json"))
-    document = run_tune(search)
-    return {"aio": document["section"]["aio"]}
 
 
 def _words(shape: ModelShape, machine: Machine, found: ChosenSection) -> list[str]:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -25,7 +24,6 @@ from nvme_offload.aio_native import (
 )
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.units import MiB
 from nvme_offload.optim.optimizers.adamw import OffloadAdamW
@@ -113,21 +111,6 @@ class Gauge(AbstractContextManager["Gauge"]):
         )
 
 
-class Region(AbstractContextManager["Region"]):
-    """The swap files and one extent of them. Outlives the targets that measure it."""
-
-    def __init__(self, paths: Sequence[Path], size: int, direct: DirectPolicy) -> None:
-        self.space = SwapSpace(paths, direct=direct)
-        try:
-            self.extent = self.space.allocate(size)
-        except BaseException:
-            self.space.close()
-            raise
-
-    def __exit__(self, *exception: object) -> None:
-        self.space.close()
-
-
 @dataclass(eq=False)
 class _Slot:
     """A staging buffer and what is under way in it."""
@@ -142,24 +125,24 @@ class RawTarget(AbstractContextManager["RawTarget"]):
     """Parts of an extent through an engine, as the optimizer's pipeline hands them in: a few transfers under way.
 
     ``mixed`` is the pattern of an optimizer step: a part is read into a buffer and written back from it, while reads
-    run ahead and writes run behind, one to one from the first to the last request. Without a region it has its own.
+    run ahead and writes run behind, one to one from the first to the last request.
     """
 
-    def __init__(self, settings: Settings, region: Region | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._next_part = 0
         self._moves_data = settings.ioengine != "null"
         with ExitStack() as undo:
-            if region is None:
-                region = undo.enter_context(Region(settings.paths, settings.size, settings.direct))
-            self._region = region
-            self.direct = region.space.direct
-            size, step = region.extent.size_bytes, settings.transfer_bytes
+            self._space = SwapSpace(settings.paths, direct=settings.direct)
+            undo.callback(self._space.close)
+            self._extent = self._space.allocate(settings.size)
+            self.direct = self._space.direct
+            size, step = self._extent.size_bytes, settings.transfer_bytes
             self._parts = [(start, min(step, size - start)) for start in range(0, size, step)]
             options = EngineOptions(
                 queue_depth=settings.iodepth,
                 block_size=settings.bs,
                 rings=settings.numjobs,
-                alignment=region.space.alignment,
+                alignment=self._space.alignment,
                 max_operations=2 * settings.num_buffers,
             )
             self._pool = BufferPool(settings.num_buffers, step)
@@ -169,7 +152,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
             self._slots = [_Slot(self._pool.acquire()) for _ in range(settings.num_buffers)]
             for slot in self._slots:
                 slot.buffer.view(torch.uint8, 0, step).zero_()  # makes the pages resident
-            self.engine.engine.register(self._pool.regions, region.space.fds)
+            self.engine.engine.register(self._pool.regions, self._space.fds)
             self._undo = undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
@@ -222,7 +205,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
         return part
 
     def _start(self, op: Op, part: tuple[int, int], slot: _Slot) -> Operation:
-        segments = self._region.extent.segments(slot.buffer.address, *part)
+        segments = self._extent.segments(slot.buffer.address, *part)
         operation = self.engine.engine.submit(op, segments)
         assert operation is not None  # fewer slots than max_operations
         slot.part, slot.operation, slot.op = part, operation, op
@@ -236,7 +219,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
         if failure := operation.failure:
             raise SwapIOError(
                 failure.errno,
-                path=self._region.space.path_of(failure.fd),
+                path=self._space.path_of(failure.fd),
                 offset=failure.offset,
                 size_bytes=failure.size_bytes,
                 direction="read" if slot.op is Op.READ else "write",

@@ -13,7 +13,6 @@ from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import REGISTRY, open_engine
 from nvme_offload.perf.cli import load
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
-from nvme_offload.perf.tune.command import Search
 from scripts.configuration_page import json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +58,6 @@ def test_everything_that_offers_engines_offers_these(tmp_path):
     assert json_schema()["$defs"]["AioConfig"]["properties"]["engine"]["enum"] == ["auto", *ENGINES]
     assert option_choices(load("bench"), "--ioengine") == ["auto", *REGISTRY]
     assert option_choices(load("demo", EXPERIMENTS), "--engine") == ["auto", *ENGINES]
-    assert Search(paths=(), size=0, seconds=1, direct="required", output=tmp_path).engines == ENGINES
 
 
 def test_the_demo_refuses_others_in_words(monkeypatch):

@@ -24,7 +24,7 @@ from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
-from nvme_offload.perf.measure.workloads import RawTarget, Region
+from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
@@ -176,11 +176,7 @@ def test_data_that_comes_back_wrong_is_not_timed(tmp_path, monkeypatch):
     wrong = count()
     pattern = bench.RawTarget.prepare.__globals__["_pattern"]
     monkeypatch.setattr("nvme_offload.perf.measure.workloads._pattern", lambda *part: pattern(*part) + next(wrong))
-    with (
-        Region([tmp_path], 8 * MiB, "optional") as region,
-        RawTarget(settings(tmp_path), region) as target,
-        pytest.raises(RuntimeError, match="differ"),
-    ):
+    with RawTarget(settings(tmp_path)) as target, pytest.raises(RuntimeError, match="differ"):
         target.prepare()
 
 
@@ -216,10 +212,9 @@ def python_calls(path, size):
 
     one = settings(path, size=size, bs=4096, iodepth=2048, ioengine="io_uring")
     with ExitStack() as stack:
-        region = stack.enter_context(Region([path], size, "optional"))
         threading.setprofile(note)
         stack.callback(threading.setprofile, None)
-        target = stack.enter_context(RawTarget(one, region))
+        target = stack.enter_context(RawTarget(one))
         sys.setprofile(note)
         try:
             requests = target.run("mixed", size // 2).requests
@@ -241,6 +236,6 @@ def test_python_calls_do_not_grow_with_the_blocks(tmp_path):
 def test_overhead_per_block(tmp_path):
     """The acceptance is 3 us per MiB block on a quiet machine; ten times that would be another algorithm."""
     null = settings(tmp_path, size=256 * MiB, bs=MiB, iodepth=32, ioengine="null")
-    with Region([tmp_path], null.size, "optional") as region, RawTarget(null, region) as target:
+    with RawTarget(null) as target:
         samples = [target.run("mixed", null.size) for _ in range(20)]
     assert report.summary(samples, null)["cpu_us_per_mib"] < 30

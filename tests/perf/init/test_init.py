@@ -41,7 +41,7 @@ def model(tmp_path, monkeypatch):
 
 def init(model, tmp_path, *more):
     output = tmp_path / "offload.json"
-    arguments = ["init", "--model", str(model), "--path", str(tmp_path), "-o", str(output), "--seconds", "0"]
+    arguments = ["init", "--model", str(model), "--path", str(tmp_path), "-o", str(output)]
     done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *more])
     return done, (json.loads(output.read_text()) if output.exists() else None)
 
@@ -86,22 +86,6 @@ def test_a_file_that_is_there_stays(model, tmp_path):
 def test_another_model_is_said(tmp_path):
     done, section = init(tmp_path / "nothing", tmp_path)
     assert (done.exit_code, section) == (2, None)
-
-
-def test_the_drive_is_measured_where_something_goes_there(model, tmp_path, monkeypatch):
-    searched = []
-    found = {"section": {"aio": {"queue_depth": 64}}}
-    monkeypatch.setattr(command, "run_tune", lambda search: searched.append(search) or found)
-    done, section = init(model, tmp_path, "--host-memory", "4GiB", "--seconds", "40")
-    assert done.exit_code == 0, done.output
-    assert section["aio"] == {"queue_depth": 64}
-    assert (searched[0].paths, searched[0].seconds) == ((tmp_path,), 40.0)
-    words = [done.output.index(text) for text in ("one rank holds", "now 40 s to find", "saved ")]
-    assert words == sorted(words), "why comes before what takes a minute"
-    (tmp_path / "offload.json").unlink()
-    done, section = init(model, tmp_path, "--host-memory", "64GiB", "--seconds", "40")
-    assert "aio" not in section
-    assert len(searched) == 1
 
 
 def test_this_machine_counts_each_drive_once(tmp_path, monkeypatch):

@@ -1,1 +1,0 @@
-"""`offload tune`: the best `aio` section for a drive."""
