@@ -35,14 +35,6 @@ def right(folder):
     sync_folder(folder)
 
 
-def right_with_a_folder_for_what_is_new(folder):
-    (folder / "staging").mkdir()
-    write(folder / "staging" / "new", NEW)
-    os.replace(folder / "staging" / "new", folder / "file")
-    sync_folder(folder)
-    (folder / "staging").rmdir()
-
-
 def right_with_one_durable_write(folder):
     write(folder / "new", NEW, sync=False, flags=os.O_DSYNC)
     os.rename(folder / "new", folder / "file")
@@ -75,15 +67,6 @@ def synced_before_it_is_written(folder):
     sync_folder(folder)
 
 
-def synced_before_the_last_portion(folder):
-    with (folder / "new").open("wb", buffering=0) as file:
-        file.write(NEW[:-7])
-        os.fsync(file.fileno())
-        file.write(NEW[-7:])
-    (folder / "new").replace(folder / "file")
-    sync_folder(folder)
-
-
 def written_in_place(folder):
     with (folder / "file").open("r+b", buffering=0) as file:
         file.write(NEW[:2048])
@@ -102,14 +85,13 @@ def one_durable_write_after_another_that_is_not(folder):
     sync_folder(folder)
 
 
-RIGHT = [right, right_with_a_folder_for_what_is_new, right_with_one_durable_write]
+RIGHT = [right, right_with_one_durable_write]
 WRONG_WHEN_KILLED = [old_one_removed_before_the_name_is_on_the_drive, written_in_place]
 WRONG = [
     *WRONG_WHEN_KILLED,
     file_not_synced,
     folder_not_synced,
     synced_before_it_is_written,
-    synced_before_the_last_portion,
     one_durable_write_after_another_that_is_not,
 ]
 
@@ -135,15 +117,6 @@ def test_a_right_protocol_holds(tmp_path, protocol):
     crashes = [*history.kills(), *history.power_losses(num_random=300)]
     assert not [str(crash) for crash in crashes if is_wrong(crash)]
     assert {crash.image.get("file") for crash in crashes} == {OLD, NEW}
-
-
-@pytest.mark.parametrize("protocol", RIGHT)
-def test_every_sync_of_a_right_protocol_is_missed(tmp_path, protocol):
-    history = recorded(tmp_path / "folder", protocol)
-    assert history.syncs
-    for sync in history.syncs:
-        assert any(map(is_wrong, history.without(sync).power_losses())), sync
-        assert any(map(is_wrong, history.losses_without(sync))), sync
 
 
 @pytest.mark.parametrize("protocol", WRONG)
@@ -293,9 +266,3 @@ def test_recordings_of_several_processes_are_one_history(tmp_path):
     ends = [crash.image for crash in history.power_losses() if crash.marks]
     assert {image["folder/a"] for image in ends} == {b"a"}
     assert {image["folder/b"] for image in ends} == {b"", b"\0", b"\xa5", b"b"}
-
-
-def test_a_seed_gives_the_same_crashes_again(tmp_path):
-    history = recorded(tmp_path / "folder", right)
-    seen = [[str(crash) for crash in history.power_losses(num_random=50, seed=seed)] for seed in (1, 1, 2)]
-    assert seen[0] == seen[1] != seen[2]

@@ -129,10 +129,8 @@ def test_the_same_parameter_twice_in_a_group_warns_as_torch_does_and_is_updated_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr": -1e-3}, r"group 0: lr = -0.001"),
-        ({"lr": float("nan")}, "lr = nan"),
+        ({"lr": float("nan")}, r"group 0: lr = nan"),
         ({"eps": float("inf")}, "eps = inf"),
-        ({"weight_decay": -0.1}, "weight_decay = -0.1"),
         ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\)"),
         ({"betas": (0.9,)}, "betas"),
         ({"betas": 0.9}, r"group 0: betas = 0\.9: must be two numbers"),

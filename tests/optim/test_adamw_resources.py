@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW
+from tests.support.engine_tools import available_engines
 from tests.support.own_resources import Resources, resident_bytes
 from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, take_steps
 
@@ -61,10 +62,11 @@ def test_peak_memory_follows_the_formula(drive, numel):
 
 
 @pytest.mark.filterwarnings("ignore:gradient norm is nan")
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_200_steps_leak_nothing(make_adamw, device):
+@pytest.mark.parametrize("engine", [None, *available_engines()])
+def test_200_steps_leak_nothing(make_adamw, engine):
     params = params_of([(3 * BLOCK,), (5,), (70_001,)], torch.bfloat16, torch.float32, torch.float16)
-    optimizer = make_adamw(params, device, clip=1.0, buffers=2)
+    where = {"device": "cpu"} if engine is None else {"engine": engine}
+    optimizer = make_adamw(params, clip=1.0, buffers=2, **where)
 
     def steps(first, count):
         for step in range(first, first + count):

@@ -116,24 +116,6 @@ def test_six_bytes_each_way(drive):
         assert optimizer.stats().bytes_written == pytest.approx(6 * 4 * MILLION, rel=0.01)
 
 
-def test_torchs_own_state_dict_goes_on(drive):
-    begun = params_of(SHAPES, torch.float32)
-    ours = params_of(SHAPES, torch.float32)
-    theirs = torch.optim.Muon(begun, **SETTINGS)
-    for step in range(2):
-        set_grads(begun, step)
-        theirs.step()
-    with OffloadMuon(ours, offload=section(drive)) as optimizer:
-        with torch.no_grad():
-            for p, q in zip(ours, begun, strict=True):
-                p.copy_(q)
-        optimizer.load_state_dict(theirs.state_dict())
-        for params, each in ((begun, theirs), (ours, optimizer)):
-            set_grads(params, 2)
-            each.step()
-        assert_same_bits([p.detach() for p in ours], [p.detach() for p in begun])
-
-
 def train_beside_torch(rank, world_size, path):
     """Ours on shards, on both tiers; and torch's Muon and AdamW on whole fp32 weights, fed the same gradients."""
     models = [sharded_model(torch.bfloat16) for _ in range(2)]

@@ -18,7 +18,6 @@ from tests.support.training import (
     SETTINGS,
     Twin,
     assert_same_bits,
-    bits,
     param,
     params_of,
     section,
@@ -178,24 +177,6 @@ def test_what_cannot_be_said_of_the_state_is_refused_in_words(make_adamw, call, 
     with pytest.raises(error, match=words):
         call(optimizer)
     assert_same_bits(snapshot(optimizer), before)
-
-
-@pytest.mark.parametrize("switch", ["capturable", "differentiable", "fused", "foreach"])
-def test_a_checkpoint_of_torch_loads_whatever_chose_its_implementation(make_adamw, switch):
-    p = param((300,), torch.float32)
-    reference = torch.optim.AdamW([p], **SETTINGS)
-    take_steps(reference, [p], 0)
-    saved = reference.state_dict()
-    saved["param_groups"][0][switch] = True
-    q = torch.nn.Parameter(p.detach().clone())
-    optimizer = make_adamw([q], lr=0.5)
-    optimizer.load_state_dict(saved)
-    assert (bits(optimizer.state[q]["exp_avg"]) == bits(reference.state[p]["exp_avg"])).all()
-    assert optimizer.param_groups[0]["lr"] == SETTINGS["lr"]
-    take_steps(optimizer, [q], 1)
-    saved["param_groups"][0]["amsgrad"] = True
-    with pytest.raises(ValueError, match="amsgrad = True: is not supported"):
-        optimizer.load_state_dict(saved)
 
 
 def test_torch_compile_does_not_look_inside_a_step(make_adamw):

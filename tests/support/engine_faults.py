@@ -10,7 +10,6 @@ from nvme_offload import FaultSpec
 from nvme_offload.aio_native.engine import Failure, Op, Operation, Segment
 from tests.support.engine_tools import ALIGNMENT, BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 
-NUM_SEEDS = 40
 NUM_OPERATIONS = 5
 REGION = 4 * BLOCK  # bytes of the file, and of memory, that one operation has for itself
 
@@ -44,13 +43,14 @@ class FaultConformance(EngineTools):
     """Faults come from a seed, which every failure message names."""
 
     @pytest.mark.parametrize("direct", [False, True])
-    def test_any_mixture_of_faults(self, direct):
+    @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)], ids=str)
+    def test_any_mixture_of_faults(self, seeds, direct):
         content = pattern(1, NUM_OPERATIONS * REGION)
         fd = self.file(content)
         issue_fd = fd
         if direct:
             issue_fd = self.open_again(fd, os.O_RDWR | os.O_DIRECT)
-        for seed in range(NUM_SEEDS):
+        for seed in seeds:
             draw = random.Random(seed)
             spec = draw_faults(draw, seed)
             os.pwrite(fd, content, 0)

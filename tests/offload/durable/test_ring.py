@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
+from nvme_offload import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
@@ -393,34 +393,6 @@ def test_tables_of_other_slots_are_refused(space):
         with pytest.raises(ResumeError, match=message):
             drive.ring.adopt(tables, others, where="there")
     assert drive.ring.tables.keys() == {"slots", "log"}
-
-
-def test_space_that_is_not_to_be_had_is_refused_before_anything_changes(space, monkeypatch):
-    ring = ExtentRing(space, incarnation=1, sequence=1)
-    ring.add(layouts(2, 3))
-
-    def full(sizes):
-        if sizes:
-            raise OutOfSpaceError(path=space.paths[0], needed_bytes=1, free_bytes=0)
-        return []
-
-    monkeypatch.setattr(space, "allocate_all", full)
-    with pytest.raises(OutOfSpaceError):
-        ring.add(layouts(5, 3))
-    assert len(ring.slots) == 2
-    rewrite(ring, 0)
-    rewrite(ring, 1)
-    ring.note_commit()
-    with pytest.raises(OutOfSpaceError):
-        ring.pin("snapshot", ring.tables)
-    for _ in range(6):
-        ring.begin_turn()
-        for slot in range(2):
-            if ring.is_due(slot):
-                rewrite(ring, slot)
-            else:
-                append(ring, slot)
-        ring.note_commit()
 
 
 SIZE = 3 << 16

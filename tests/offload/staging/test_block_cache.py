@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, OffloadConfig, OutOfSpaceError, StateError, SwapIOError
-from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import BlockCache
-from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
 SIZE = 8192
@@ -99,36 +97,6 @@ def slow_down(cache, block, seconds):
     return names
 
 
-def test_blocks_keep_their_bytes_in_fewer_buffers_than_blocks(make_cache):
-    cache = make_cache(9, 2)
-    assert [content(cache, block) for block in cache.blocks] == list(range(9))
-    for block in cache.blocks:
-        fill(cache, block, 100 + block.index)
-    assert [content(cache, block) for block in reversed(cache.blocks)] == list(range(108, 99, -1))
-    assert cache.staging_bytes == 2 * SIZE
-    cache.synchronize()
-    assert {block.residency for block in cache.blocks} <= {Residency.STAGED, Residency.ON_TIER}
-
-
-def test_what_is_needed_soonest_is_kept_and_read_ahead(make_cache):
-    cache = make_cache(5, 3)
-    for _ in range(3):
-        for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
-            cache.order.note(number)
-            content(cache, cache.blocks[number])
-        cache.order.begin_step([])
-        cache.order.end_step([])
-        cache.synchronize()
-        assert {block.index for block in cache.blocks if block.buffer is not None} == {0, 1, 2}
-    before = replace(cache.stats)
-    for number in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
-        cache.order.note(number)
-        content(cache, cache.blocks[number])
-    assert cache.stats.reads - before.reads == 4, "3 and 4 on the way up, 1 and 0 on the way down"
-    assert cache.stats.reads_ahead - before.reads_ahead == 4
-    assert cache.stats.reads_unused == 0
-
-
 def test_a_write_that_is_done_makes_room_for_what_is_next(make_cache):
     cache = make_cache(4, 2)
     learn(cache, 0, 1, 2, 3)
@@ -158,21 +126,6 @@ def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
     assert first.buffer is None
     cache.release(second)
     cache.release(third)
-
-
-def test_a_failed_read_names_the_block_and_is_tried_again(make_cache):
-    cache = make_cache(3, 2)
-    block = one_away(cache)
-    other = cache.blocks[block.index - 1]
-    good = block.extent
-    with open("/proc/self/mem", "rb") as broken:  # its first page cannot be read
-        block.extent = replace(good, stripes=(good.stripes[0]._replace(fd=broken.fileno(), offset=0),))
-        for _ in range(2):
-            with pytest.raises(SwapIOError, match=rf"{block.name}\) failed: EIO"):
-                cache.hold(block)
-        assert content(cache, other) == other.index
-        block.extent = good
-    assert content(cache, block) == block.index
 
 
 def test_a_block_that_cannot_be_read_is_not_read_ahead_time_and_again(make_cache):
@@ -271,25 +224,3 @@ def test_added_blocks_may_be_larger_and_a_full_disk_adds_nothing(make_cache, mon
         cache.add([("one too many", 100 * SIZE)])
     assert caught.value.errno == errno.ENOSPC
     assert len(cache.blocks) == 3
-
-
-def test_a_stand_in_raises_or_asks_its_handler():
-    seen = []
-    handlers = {torch.ops.aten.mul_: lambda factor: seen.append(factor), torch.ops.aten.zero_: lambda: seen.append(0)}
-    like = torch.empty(3, 5, device="meta")
-    tensor = StandIn(like, torch.bfloat16, name="gradients of x", remedy="use y", handlers=handlers)
-    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((3, 5), (5, 1), torch.bfloat16)
-    assert tensor.device.type == "cpu"
-    assert tensor.mul_(3) is tensor
-    torch._foreach_zero_([tensor, tensor])
-    assert seen == [3, 0, 0]
-    assert "gradients of x is on a tier" in repr(tensor)
-    for touch in (
-        lambda: tensor + 1,
-        tensor.sum,
-        lambda: tensor[0],
-        lambda: torch.ones(3, 5).copy_(tensor),
-        tensor.clone,
-    ):
-        with pytest.raises(StateError, match=r"gradients of x: expected .*use y"):
-            touch()

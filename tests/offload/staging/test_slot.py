@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, StateError, SwapIOError
+from nvme_offload import OffloadConfig, StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import Residency, Slot, Staging
 from nvme_offload.offload.staging.use_order import UseOrder
@@ -146,21 +146,6 @@ def test_a_transfer_whose_handle_was_lost_is_waited_for(staging, monkeypatch, di
         staging.give_up(slot)
         assert staging.lease(slot)
         assert read_back(staging, slot) == [8]
-
-
-def test_a_transfer_that_was_refused_is_not_waited_for(staging, monkeypatch):
-    slot, other = slot_of(staging, 0, value=1), slot_of(staging, 1, value=2)
-    staging.give_up(slot)
-    assert staging.lease(slot)
-    staging.tier.space._files[0].check_whole = lambda: (_ for _ in ()).throw(
-        SwapIOError(61, path="swap", offset=0, size_bytes=1, direction="read", extent="all of it")
-    )
-    monkeypatch.setattr(staging.tier.engine, "drain", lambda: pytest.fail("nothing was submitted"))
-    with pytest.raises(SwapIOError, match="numbers 0; all of it"):
-        staging.start_read(slot)
-    staging.recover()
-    assert slot.residency is Residency.ON_TIER
-    assert other.residency is Residency.STAGED
 
 
 def test_a_forgotten_slot_leaves_nothing(staging):

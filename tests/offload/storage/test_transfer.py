@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nvme_offload import SwapIOError, Transfer
-from nvme_offload.aio_native import Failure, Op, Segment
+from nvme_offload.aio_native import Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
 from tests.support.own_resources import Resources
 
@@ -48,21 +48,6 @@ def test_wait_times_out_and_the_transfer_goes_on():
         transfer.wait(0.01)
     operation.complete(None)
     assert transfer.wait() == "result"
-
-
-def test_a_failure_is_raised_every_time():
-    operation, transfer = make()
-    operation.complete(Failure(errno.EIO, 3, 8192, 4096))
-    for _ in range(2):
-        with pytest.raises(SwapIOError, match="read of 4096 bytes at offset 8192 of /swap") as caught:
-            transfer.wait()
-        assert caught.value.errno == errno.EIO
-
-    async def main():
-        await transfer
-
-    with pytest.raises(SwapIOError, match="/swap"):
-        asyncio.run(main())
 
 
 def test_await_before_and_after_completion():

@@ -203,12 +203,6 @@ def test_a_tensor_of_four_budgets_takes_no_more_memory_than_the_budget(tmp_path)
     assert int(child.stdout) < 8 * MiB
 
 
-def test_the_pool_is_the_budget(open_swapper):
-    swapper = open_swapper(staging_budget=1 * MiB, buffer_count=8)
-    assert swapper.pool.num_buffers == 8
-    assert swapper.pool.size_bytes == 1 * MiB
-
-
 def test_a_tiny_tensor_does_not_wait_for_a_huge_one(open_swapper):
     delays = FaultSpec(seed=3, delay=1.0, max_delay_us=4000)
     swapper = open_swapper(faults=delays, staging_budget=64 * KiB)

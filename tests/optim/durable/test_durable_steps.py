@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
-from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
 from nvme_offload.perf import cli
@@ -253,34 +252,6 @@ def test_a_step_that_a_killed_life_has_written_over_is_not_gone_back_to_and_noth
         assert_same_bits(snapshot(optimizer), expected(drive, 5))
     with fresh(drive)[1] as optimizer:
         assert optimizer.resume() == (5, {})
-
-
-@pytest.mark.parametrize("num_destroyed", range(4))
-def test_whoever_is_killed_in_going_back_goes_on_from_where_it_was_or_where_it_led(drive, monkeypatch, num_destroyed):
-    params, optimizer = fresh(drive, rewind_steps=3)
-    left = [num_destroyed]
-
-    def destroy(files, manifest, destroy=ManifestFiles.destroy):
-        if left[0] == 0:
-            raise SystemExit
-        left[0] -= 1
-        destroy(files, manifest)
-
-    with monkeypatch.context() as patch:
-        train(optimizer, params, range(4))
-        optimizer.durable.commits.settle()
-        patch.setattr(ManifestFiles, "destroy", destroy)
-        if num_destroyed < 3:
-            with pytest.raises(SystemExit):
-                optimizer.rewind(3)
-        else:
-            assert optimizer.rewind(3) == (1, {})
-    optimizer.close()
-    params, optimizer = fresh(drive, rewind_steps=3)
-    with optimizer:
-        step, _ = optimizer.resume()
-        assert step == (4 if num_destroyed < 3 else 1)
-        assert_same_bits(snapshot(optimizer), expected(drive, step))
 
 
 @pytest.mark.parametrize(("steps", "period"), [(2, 1), (3, 1), (2, 3), (3, 3)])

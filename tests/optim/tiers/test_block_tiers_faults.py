@@ -275,28 +275,6 @@ def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):
     assert_same(*ends)
 
 
-def test_what_stops_a_step_behind_its_last_update_leaves_it_done(alone, tmp_path, monkeypatch):
-    with make(section(tmp_path, **EVERYTHING, accumulation=1) | {"overlap_step": "off"}) as engine:
-        optimizer = engine.optimizer
-        engine.backward(loss_of(engine, 0))
-        cache = optimizer.store.blocks.params.cache
-        advance = cache.advance
-
-        def interrupted():
-            advance()
-            if optimizer.stats().steps:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(cache, "advance", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        assert not optimizer.has_unfinished_step
-        assert {record.steps for record in optimizer.store.table} == {1}
-        optimizer.step()
-        assert {record.steps for record in optimizer.store.table} == {2}
-
-
 def drop_copies(cache):
     """Everything is on the tier alone."""
     cache._on_pressure()
