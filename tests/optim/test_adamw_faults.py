@@ -286,17 +286,3 @@ def test_a_transfer_that_cannot_even_start_loses_nothing(make_adamw, monkeypatch
             optimizer.finish_step()
     expected.assert_equals(optimizer)
     assert refused == 1
-
-
-def test_reading_state_after_a_read_that_could_not_start(make_adamw, monkeypatch, expected):
-    params, optimizer, tier = make_faulty(make_adamw, None, buffers=2)
-    take_steps(optimizer, params, *range(STEPS))
-    monkeypatch.setattr(tier, "read", functools.partial(_refuse))
-    with pytest.raises(SwapIOError):
-        optimizer.state_dict()
-    monkeypatch.undo()
-    expected.assert_equals(optimizer)
-
-
-def _refuse(*arguments, **options):
-    raise SwapIOError(errno.EMFILE, path="x", offset=0, size_bytes=1, direction="read")

@@ -57,23 +57,6 @@ def test_a_parameter_may_get_other_memory_between_steps(make_adamw, device):
     twin.assert_equals(optimizer)
 
 
-def test_groups_keep_their_own_order_of_elements_and_never_share_a_subgroup(make_adamw):
-    params = params_of([(10,)] * 6, torch.bfloat16, torch.float32)
-    optimizer = make_adamw([{"params": params[:3]}, {"params": params[3:]}], sub_group_size=1 << 22)
-    kinds = [(slot.subgroup.group, slot.subgroup.form) for slot in optimizer.store.slots]
-    assert [group for group, _ in kinds] == sorted(group for group, _ in kinds)
-    for slot in optimizer.store.slots:
-        assert len({params[run.param].dtype for run in slot.subgroup.runs}) == 1
-
-
-def test_named_parameters_name_themselves_in_errors(make_adamw):
-    model = nn.Linear(3, 4)
-    optimizer = make_adamw(model.named_parameters())
-    model.weight.grad = torch.zeros(4, 3).to_sparse()
-    with pytest.raises(ValueError, match="gradient of weight is sparse"):
-        optimizer.step()
-
-
 def refusals():
     linear = nn.Linear(4, 4)
     base = torch.zeros(100)

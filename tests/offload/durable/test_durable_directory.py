@@ -23,7 +23,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers
 from nvme_offload.perf.cli import app
-from tests.support.durable_run import LAYOUTS, UUID, SmallRun, as_an_earlier_version_wrote, name_of
+from tests.support.durable_run import UUID, SmallRun, as_an_earlier_version_wrote, name_of
 from tests.support.failing_drive import flip_bit
 from tests.support.killed_histories import DiesAtAChange
 from tests.support.killed_steps import fork
@@ -120,14 +120,6 @@ def test_a_run_that_is_alive_is_not_taken(tmp_path):
     process.end()
     assert [manifest.step for manifest in found.found] == [0]
     found.close()
-
-
-def test_nor_is_one_of_the_same_process(tmp_path):
-    run = opened(tmp_path)
-    with pytest.raises(StateError, match=f"process {os.getpid()} on "):
-        opened(tmp_path)
-    run.close()
-    opened(tmp_path).close()
 
 
 def test_other_names_and_ranks_are_other_runs(tmp_path):
@@ -284,9 +276,6 @@ def test_a_damaged_description_is_said(tmp_path, content, said):
         opened(tmp_path)
 
 
-EXTENT_BYTES = sum(layout.base.size_bytes for layout in LAYOUTS)
-
-
 @contextmanager
 def entered(folder, *, goes_on=True):
     run = SmallRun([folder])
@@ -305,27 +294,6 @@ def folder(in_memory):
     run.commit("1", 1)
     run.close()
     return in_memory
-
-
-@pytest.mark.parametrize("half", ["prepared", "withdrawn"])
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_what_is_half_done_becomes_what_another_rank_has(folder, half, elsewhere):
-    with entered(folder) as run:
-        run.run.prepare_snapshot("kept")
-        if half == "withdrawn":
-            run.run.snapshots.publish("kept")
-            run.run.snapshots.withdraw("kept")
-    assert find_runs([folder])[0].snapshots == []
-    with entered(folder) as run:
-        assert (dict(run.run.snapshots), list(run.run.snapshots.prepared)) == ({}, ["kept"])
-        run.commit("2", 2)
-        run.commit("3", 3)  # it has no less space for that
-        run.run.agree_on_snapshots({"kept"} if elsewhere else set())
-        assert list(run.run.snapshots) == (["kept"] if elsewhere else [])
-        if elsewhere:
-            run.adopt(run.run.snapshots["kept"])
-            assert name_of(run.run.committed[0]) == "1"
-    assert find_runs([folder])[0].snapshots == (["kept"] if elsewhere else [])
 
 
 def test_a_prepared_one_that_somebody_put_beside_a_published_one_never_takes_its_place(folder):

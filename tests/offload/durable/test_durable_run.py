@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
-from nvme_offload.offload.durable import identity
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
-from tests.support.durable_run import IDENTITY, LAYOUTS, UUID, SmallRun, base_of, name_of, read_past_the_tier
+from tests.support.durable_run import LAYOUTS, SmallRun, base_of, name_of, read_past_the_tier
 from tests.support.failing_drive import flip_bit
 
 EXTENT_BYTES = sum(layout.base.size_bytes for layout in LAYOUTS)
@@ -271,14 +270,6 @@ def test_a_second_snapshot_of_a_step_reserves_only_what_changed(small):
     assert os.stat(small.run.folder / "swap").st_size == size_bytes + LAYOUTS[0].base.size_bytes
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "kept", ".x"])
-def test_snapshots_that_have_no_name(small, name):
-    small.commit("0", 0)
-    small.snapshot("kept")
-    with pytest.raises(ValueError, match="cannot name a snapshot"):
-        small.snapshot(name)
-
-
 def test_a_snapshot_of_nothing(small):
     with pytest.raises(StateError, match="a committed step"):
         small.snapshot("early")
@@ -292,20 +283,3 @@ def test_slots_may_come_later(small):
     small.commit("1", 1)
     small.commit("2", 2, [3])
     assert small.read() == small.truth["2"]
-
-
-def test_what_it_was_committed_as_is_told_apart(small):
-    small.commit("0", 0)
-    (manifest,) = small.run.committed
-    assert small.run.differences(manifest, dict(reversed(IDENTITY.items()))) == []
-    other = {"model": "four slots", "groups": [{"lr": 0.1}]}
-    assert small.run.differences(manifest, other) == [
-        'model: "three slots" was committed, "four slots" is here',
-        'groups: nothing was committed, [{"lr": 0.1}] is here',
-    ]
-    small.run.identify(other, UUID)
-    small.commit("1", 1)
-    assert small.run.differences(small.run.committed[0], other) == []
-    (small.run.folder / f"identity.{identity.digest(other)}.json").write_text("{}")
-    with pytest.raises(ResumeError, match="it is not what its name says"):
-        small.run.differences(small.run.committed[0], IDENTITY)

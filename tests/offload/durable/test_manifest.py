@@ -97,33 +97,6 @@ def test_files_cut_short_are_none():
     assert all(Manifest.decode(whole[:size]) is None for size in range(len(whole)))
 
 
-def test_it_outgrows_its_place(tmp_path):
-    files = opened(tmp_path)
-    for sequence in range(1, 8):
-        files.write(manifest(sequence, num_slots=4**sequence, blob=bytes(sequence)))
-        newest, *_ = opened(tmp_path).newest_first()
-        assert newest.tables["slots"].shape == (4**sequence, 6)
-    assert (tmp_path / NAMES[0]).stat().st_size > 4**7 * 6 * 8
-
-
-def test_one_that_the_drive_does_not_take_leaves_the_newest(tmp_path, monkeypatch):
-    files = opened(tmp_path)
-    files.write(manifest(1))
-    files.write(manifest(2))
-    real = os.pwrite
-
-    def refused(fd, data, offset):
-        raise OSError(errno.EIO, "no")
-
-    monkeypatch.setattr(os, "pwrite", refused)
-    with pytest.raises(SwapIOError, match=f"{NAMES[0]} .a manifest. failed: EIO"):
-        files.write(manifest(3))
-    monkeypatch.setattr(os, "pwrite", real)
-    assert [each.sequence for each in files.newest_first()] == [2]
-    files.write(manifest(3))
-    assert found(tmp_path) == [3, 2]
-
-
 def test_one_that_is_there_in_spite_of_an_error_is_taken_away(tmp_path, monkeypatch):
     """The run goes on from the one before: what it writes next is what this one refers to."""
     files = opened(tmp_path)

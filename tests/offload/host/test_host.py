@@ -159,15 +159,6 @@ def test_buffers_are_aligned_distinct_and_whole_pages():
     assert all(buffer.size_bytes == 8192 for buffer in buffers)
 
 
-def test_try_acquire_answers_none_when_all_are_held():
-    pool = BufferPool(1, 4096)
-    buffer = pool.try_acquire()
-    assert buffer is not None
-    assert pool.try_acquire() is None
-    buffer.release()
-    assert pool.try_acquire() is buffer
-
-
 def test_acquire_times_out_and_says_how_many_are_held():
     pool = BufferPool(2, 4096)
     held = [pool.acquire(), pool.acquire()]
@@ -176,19 +167,6 @@ def test_acquire_times_out_and_says_how_many_are_held():
     for buffer in held:
         buffer.release()
     assert pool.num_free == 2
-
-
-def test_a_waiting_acquire_gets_what_is_released():
-    pool = BufferPool(1, 4096)
-    held = pool.acquire()
-    got = []
-    waiter = threading.Thread(target=lambda: got.append(pool.acquire(PATIENCE)))
-    waiter.start()
-    time.sleep(0.05)
-    assert not got
-    held.release()
-    waiter.join(PATIENCE)
-    assert got == [held]
 
 
 def test_a_buffer_released_twice_is_our_bug():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvme_offload import ClosedError, ConfigError, OffloadConfig, StateError
+from nvme_offload import ClosedError, OffloadConfig, StateError
 from nvme_offload.offload.shards.param_tier import ParamTier
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, UnbornShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -132,22 +132,6 @@ def test_what_has_no_value_yet_is_zero_and_is_not_written(make_tier):
     assert not all_then_all(new)[0].any()
     assert torch.equal(all_then_all(half_new)[1], numbers(3, 1))
     assert not all_then_all(half_new)[0].any()
-
-
-def test_a_block_that_is_too_large_is_refused_by_name(make_tier):
-    with pytest.raises(
-        ConfigError, match=r"buffer_size = 20: parameters of layer 0 have 22 elements \(128 B\).* write at least 22"
-    ):
-        make_tier(buffer_size=20)
-
-
-def test_it_is_closed_once_and_says_so(make_tier):
-    tier, places = make_tier()
-    tier.close()
-    with pytest.raises(ClosedError, match="the parameter tier"):
-        places[0][0].gather()
-    with pytest.raises(ClosedError, match="the parameter tier"), places[0][0].held(change=False):
-        pass
 
 
 @pytest.fixture(params=[True, False], ids=["host memory", "nvme"])

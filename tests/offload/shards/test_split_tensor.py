@@ -129,17 +129,6 @@ def test_it_is_saved_as_a_plain_tensor(split, values):
     assert torch.equal(loaded, values)
 
 
-def test_stock_adamw_trains_it(split, values):
-    plain = torch.nn.Parameter(values.clone())
-    ours = torch.nn.Parameter(split)
-    optimizers = [torch.optim.AdamW([parameter], lr=0.1, foreach=False) for parameter in (plain, ours)]
-    for step in range(5):
-        for parameter, optimizer in zip((plain, ours), optimizers, strict=True):
-            parameter.grad = torch.full((6, 4), 0.1 * step)
-            optimizer.step()
-    assert torch.equal(ours.data.plain() if isinstance(ours.data, SplitTensor) else ours.detach(), plain.detach())
-
-
 def test_one_operator_reads_the_parts_once(split, parts):
     torch.add(split, split)
     assert parts.num_reads == 1

@@ -1,6 +1,5 @@
 """Blocks that visit staging buffers: real files, real failures, nothing lost."""
 
-import errno
 import os
 import time
 from dataclasses import replace
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nvme_offload import CorruptionError, OffloadConfig, OutOfSpaceError, StateError, SwapIOError
+from nvme_offload import CorruptionError, OffloadConfig, StateError, SwapIOError
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 
@@ -209,18 +208,3 @@ def test_a_changed_byte_on_the_drive_is_found_where_checksums_are_on(make_cache)
     for other in cache.blocks:
         assert content(cache, other) == (5 if other is block else other.index)
     assert content(cache, block) == 5
-
-
-def test_added_blocks_may_be_larger_and_a_full_disk_adds_nothing(make_cache, monkeypatch):
-    cache = make_cache(2, 2)
-    cache.add([("a larger one", 3 * SIZE)])
-    assert [content(cache, block) for block in cache.blocks[:2]] == [0, 1]
-
-    def full(fd):
-        return os.statvfs_result((4096, 4096, 1000, 3, 3, 0, 0, 0, 0, 255))
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    with pytest.raises(OutOfSpaceError) as caught:
-        cache.add([("one too many", 100 * SIZE)])
-    assert caught.value.errno == errno.ENOSPC
-    assert len(cache.blocks) == 3

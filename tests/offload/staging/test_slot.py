@@ -80,34 +80,6 @@ def test_the_table_of_transitions_is_enforced(before, after):
         assert slot.residency is before
 
 
-def test_who_holds_a_buffer_is_read_off_the_leases(staging):
-    first, second, third = (slot_of(staging, index) for index in range(3))
-    assert staging.lease(first)
-    assert staging.lease(second)
-    assert not staging.lease(third)
-    staging.touch(first)
-    assert staging.residents == [second, first]
-    staging.give_up(second)
-    assert second.buffer is None
-    assert staging.lease(third)
-    assert staging.residents == [first, third]
-
-
-def test_bytes_that_count_are_not_given_up(staging):
-    slot = slot_of(staging, 0)
-    assert staging.lease(slot)
-    slot.become(Residency.DIRTY)
-    with pytest.raises(StateError, match="bytes that are on the tier"):
-        staging.give_up(slot)
-    staging.start_write(slot)
-    with pytest.raises(StateError, match="writing"):
-        staging.give_up(slot)
-    slot.transfer.operation.wait()
-    staging.settle(slot)
-    staging.give_up(slot)
-    assert staging.pool.num_free == 2
-
-
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_a_transfer_whose_handle_was_lost_is_waited_for(staging, monkeypatch, direction):
     """The engine took the operation, and an exception came before anybody had it."""
@@ -221,13 +193,6 @@ def test_it_finds_its_place_again_after_an_evaluation():
     log = []
     train(order, PASS, LAYERS, log)
     assert log.count(False) <= 1
-
-
-def test_nothing_is_foreseen_before_anything_was_seen():
-    order = UseOrder()
-    assert order.soonest(3) == []
-    order.note(4)
-    assert order.soonest(3) == []
 
 
 def test_the_nearest_different_blocks_come_in_order():

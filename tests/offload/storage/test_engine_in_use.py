@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from nvme_offload import EngineLostError, OffloadConfig, TensorSwapper
-from nvme_offload.aio_native import EngineOptions, Op, Segment, registry
+from nvme_offload.aio_native import registry
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.fragile_engine import FragileThread, choose_fragile
 from tests.support.small_training import train
@@ -141,23 +140,6 @@ def test_where_no_other_may_take_its_place_that_is_said(tier, monkeypatch, why):
             assert f"the fragile engine is dead, and no other takes its place: {reason}" in str(caught.value)
     assert subject.tier.name == "fragile"
     assert not subject.tier._under_way
-
-
-def test_an_engine_asked_for_by_name_is_not_replaced(monkeypatch, tmp_path):
-    choose_fragile(monkeypatch, 1)
-    options = EngineOptions(queue_depth=1, block_size=4096, rings=1, alignment=4096, max_operations=1)
-    engines = EngineInUse("fragile", options, tmp_path, [])
-    engine = engines.latest.engine
-    assert not engines.replace(engine), "it has not broken"
-    operation = engine.submit(Op.READ, [Segment(0, 0, 0, 4096)])
-    assert operation.wait(PATIENCE)
-    assert operation.failure.engine_lost
-    assert not engines.replace(engine)
-    assert (engines.latest.engine, engines.no_other) == (engine, "it was asked for by name")
-    engines.drain()
-    engines.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit(Op.READ, [Segment(0, 0, 0, 4096)])
 
 
 def test_training_goes_on_with_the_same_bits(tmp_path, monkeypatch):

@@ -102,14 +102,6 @@ def test_a_run_that_died_before_its_lock_existed_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_peoples_files_are_left_alone(tmp_path):
-    (tmp_path / "nvme-of-mine").mkdir()
-    (tmp_path / "data").write_text("precious")
-    directory = RunDirectory(tmp_path)
-    directory.remove()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "nvme-of-mine"]
-
-
 def test_a_forked_child_neither_removes_the_directory_nor_keeps_it_alive(tmp_path):
     code = HOLD.replace(
         "sys.stdin.read()",

@@ -115,16 +115,6 @@ def test_segments_cover_an_extent_in_order(open_space):
             extent.segments(0, start, size_bytes)
 
 
-def test_allocate_all_uses_holes_before_it_grows_a_file(open_space):
-    space = open_space()
-    first, second, third = space.allocate_all([1 << 20, 1 << 20, 4096])
-    space.free(first)
-    space.free(second)
-    status = os.fstat(space.fds[0])
-    assert not overlap(ranges_of([third, *space.allocate_all([1 << 20, 512 << 10, 512 << 10])]))
-    assert os.fstat(space.fds[0]).st_size == status.st_size
-
-
 @pytest.mark.parametrize("call", ["allocate_all", "claim"])
 def test_an_exception_between_a_record_and_its_owner_leaves_the_range_free(open_space, monkeypatch, call):
     """Of a signal handler, say. Its record must not give back what another was given since."""
@@ -338,14 +328,6 @@ def test_what_is_claimed_twice_is_refused_and_keeps_nothing(open_again):
     assert space.claim([Stripe(space.fds[1], 40 * KIB, 4 * KIB)])
     space.free(mine)
     assert space.claim(mine.stripes)
-
-
-def test_what_was_claimed_and_lost_is_free_again(open_again):
-    space = open_again()
-    stripes = [Stripe(space.fds[0], 0, 8 * KIB)]
-    extent = space.claim(stripes)
-    del extent
-    assert space.claim(stripes)
 
 
 def test_blocks_that_somebody_took_are_promised_again(open_again, tmp_path):

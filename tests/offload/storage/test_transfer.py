@@ -50,16 +50,6 @@ def test_wait_times_out_and_the_transfer_goes_on():
     assert transfer.wait() == "result"
 
 
-def test_await_before_and_after_completion():
-    operation, transfer = make()
-
-    async def main():
-        later(operation.complete, None)
-        return await transfer, await transfer
-
-    assert asyncio.run(main()) == ("result", "result")
-
-
 def test_cancelling_a_task_does_not_cancel_the_transfer():
     operation, transfer = make()
 

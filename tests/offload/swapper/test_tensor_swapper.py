@@ -212,16 +212,6 @@ def test_a_prefetched_tensor_is_read_once_and_handed_over(swapper):
     assert swapper.stats().bytes_read > after.bytes_read
 
 
-def test_a_prefetched_tensor_is_copied_into_out(swapper):
-    tensor = random_bits((300, 100))
-    swapper.swap_out("x", tensor)
-    swapper.prefetch("x")
-    out = torch.empty(100, 300).t()
-    assert swapper.swap_in("x", out=out).wait(PATIENCE) is out
-    assert same_bits(out, tensor)
-    assert swapper.stats().prefetched_bytes == 0
-
-
 def test_what_the_caller_does_to_a_result_does_not_reach_the_next_one(swapper):
     tensor = random_bits((10_000,), torch.int32)
     swapper.swap_out("x", tensor)

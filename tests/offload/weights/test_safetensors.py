@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from nvme_offload import WeightsError, weight_items, write_sharded
+from nvme_offload import WeightsError, write_sharded
 from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from nvme_offload.offload.weights.staging import STAGING, HiddenFolder
 from tests.support.power_loss import Recording
@@ -93,14 +92,6 @@ def test_an_export_replaces_the_one_before_it(tmp_path):
         assert len(files) == num_files
         assert {entry.name for entry in tmp_path.iterdir()} == expected | ({INDEX_FILE} if num_files > 1 else set())
         assert_equal(read_all(tmp_path), tensors)
-
-
-def test_tied_weights_are_written_once(tmp_path):
-    model = nn.ModuleDict({"embedding": nn.Embedding(3, 4), "head": nn.Linear(4, 3), "norm": nn.BatchNorm1d(4)})
-    model["head"].weight = model["embedding"].weight
-    (file,) = write_sharded(tmp_path, weight_items(model), dtype=None)
-    names = model.state_dict().keys() - {"head.weight"}
-    assert_equal(load_file(file), {name: value for name, value in model.state_dict().items() if name in names})
 
 
 def file_of(header, data=b""):
@@ -330,18 +321,6 @@ def test_a_second_export_into_the_same_folder_is_refused_while_the_first_is_unde
     first.remove()
     write_values(tmp_path, 1.0, 3)
     assert values_in(tmp_path) == {1.0}
-
-
-def test_the_names_of_new_folders_are_on_the_drive_too(tmp_path, monkeypatch):
-    synced, fsync = set(), os.fsync
-
-    def note(fd):
-        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", note)
-    write_values(tmp_path / "new" / "weights", 1.0, 1)
-    assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "weights")} <= synced
 
 
 def index_naming(folder, place):

@@ -8,7 +8,7 @@ import torch
 
 from nvme_offload import CheckpointWriteError, OutOfSpaceError, StateError
 from nvme_offload.optim.checkpoint import background, storage
-from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, whole
+from tests.support.durable_engine import TIERS, durable, expected, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sharded_model import assert_same
@@ -63,21 +63,6 @@ def test_the_files_are_those_of_a_save_that_training_waits_for(drive, folder, mo
     with fresh_engine(mode, drive, seed=9) as engine:
         engine.load_checkpoint(folder / "beside")
         assert_same(whole(engine)[0], before[0])
-
-
-def test_steps_beside_it_have_the_bits_of_others(drive, folder):
-    with durable("bf16", drive, "run") as engine:
-        for step in range(4):
-            steps_of(engine, 0, [step])
-            engine.save_checkpoint(folder, background=True)
-        engine.optimizer.durable.commits.settle()
-        after = whole(engine)
-    assert sorted(os.listdir(folder)) == ["global_step1", "global_step2", "global_step3", "global_step4", "latest"]
-    assert_same(after[0], expected("bf16", drive, 4)[0])
-    with durable("bf16", drive, "run") as engine:
-        assert engine.resume() == (4, {})
-        assert_goes_on_to(engine, "bf16", drive, 4, 5)
-        assert engine.load_checkpoint(folder)[0].endswith("global_step4")
 
 
 def test_one_that_fails_is_told_and_leaves_the_checkpoint_before_and_the_run(drive, folder, monkeypatch):

@@ -203,20 +203,6 @@ def test_where_both_steps_are_damaged_the_subgroup_is_named_and_a_load_leads_on(
         assert optimizer.resume() == (1, {})
 
 
-def test_going_back_one_step_gives_the_bits_of_the_run_stopped_there(drive):
-    params, optimizer = fresh(drive)
-    with optimizer:
-        train(optimizer, params, range(4))
-        assert optimizer.rewind(1) == (3, {})
-        with pytest.raises(StateError, match=r"a committed step 1 before the latest .*, actual 3"):
-            optimizer.rewind()
-        assert_same_bits(snapshot(optimizer), expected(drive, 3))
-        train(optimizer, params, [3, 4])
-        assert_same_bits(snapshot(optimizer), expected(drive, 5))
-    with fresh(drive)[1] as optimizer:
-        assert optimizer.resume() == (5, {})
-
-
 KILLED_IN_A_STEP = """
 import os, signal, sys
 from pathlib import Path

@@ -241,19 +241,6 @@ def test_gradients_are_those_of_plain_pytorch(alone, mode):
             torch.testing.assert_close(grad, expected[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_buffers_keep_their_dtype_and_fp32_weights_reach_their_masters(alone, mode):
-    wanted = fresh_model().state_dict()
-    with initialize(fresh_model(), section(mode, **KEPT)) as engine:
-        assert engine.precision_plan.to_dict()["buffers"] == {"positions": "float32", "seen": "int64"}
-        for name, param in engine.module.named_parameters():
-            assert torch.equal(param.full_tensor(), wanted[name])
-        loss_of(engine, 0, 0, 0)
-        buffers = dict(engine.module.named_buffers())
-        assert torch.equal(buffers["positions"], wanted["positions"])
-        assert buffers["seen"].dtype is torch.int64
-
-
 def test_the_plan_prints_and_exports(alone, tmp_path):
     more = {"gradient_accumulation_dtype": "fp32", **KEPT}
     with initialize(fresh_model(), section("bf16", path=tmp_path, **more)) as engine:

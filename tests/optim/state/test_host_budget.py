@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import ConfigError, ConfigWarning, FaultSpec, OffloadAdamW, SwapIOError, initialize
+from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, initialize
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.units import GiB, MiB, format_bytes
@@ -14,7 +14,6 @@ from tests.support.training import (
     SETTINGS,
     Twin,
     assert_same_bits,
-    faulty_drive,
     param,
     params_of,
     section,
@@ -86,15 +85,6 @@ def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch,
     assert "optimizer state" in str(plan)
 
 
-def test_subgroups_that_stay_are_spread_among_those_that_move(make_adamw):
-    optimizer = make_adamw([param((40 * BLOCK,))], buffers=2, host_budget=STAGING + 20 * 10 * BLOCK)
-    optimizer.place()
-    hosted = [not slot.home.is_visited for slot in optimizer.store.slots]
-    assert len(hosted) == 40
-    assert sum(hosted) == 20 + (STAGING - 2 * 10 * BLOCK) // (10 * BLOCK), "bf16 buffers are smaller than they might be"
-    assert not any(all(hosted[i : i + 3]) or not any(hosted[i : i + 3]) for i in range(38))
-
-
 def test_no_staging_buffers_where_nothing_moves(make_adamw):
     params = [param((8 * BLOCK,))]
     optimizer = make_adamw(params, host_budget=GiB)
@@ -125,48 +115,6 @@ def test_parameters_that_come_later_stay_within_the_budget(make_adamw):
         assert stats.staging_bytes + stats.host_state_bytes <= budget
     assert kinds_of_slots(optimizer) == {"host", "nvme"}
     twin.assert_equals(optimizer)
-
-
-def test_state_dicts_go_from_any_split_to_any_other(make_adamw, expected):
-    params = params_of(SHAPES, *MIXED)
-    source = make_adamw(params, buffers=2, clip=1.0, host_budget=STAGING + 2 * MiB)
-    train(source, params)
-    for options in ({"host_budget": STAGING + STATE}, {}, {"host_budget": GiB}):
-        copies = params_of(SHAPES, *MIXED)
-        target = make_adamw(copies, buffers=2, clip=1.0, **options)
-        take_steps(target, copies, 99)
-        with torch.no_grad():
-            for copy, p in zip(copies, params, strict=True):
-                copy.copy_(p)
-        target.load_state_dict(source.state_dict())
-        train(target, copies, 5, 3)
-        assert_same_bits(snapshot(target), expected[1])
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_step_that_failed_is_finished(make_adamw, expected, seed):
-    """EIO on the subgroups that move; those that stay are updated once and no more."""
-    params = params_of(SHAPES, *MIXED)
-    with faulty_drive(FaultSpec(seed=seed, eio=0.08, short=0.2, reorder=0.2)):
-        optimizer = make_adamw(params, buffers=2, clip=1.0, host_budget=STAGING + 3 * MiB, block_size="128KiB")
-    failures = 0
-
-    def until_done(work):
-        nonlocal failures
-        for _ in range(1000):
-            try:
-                return work()
-            except SwapIOError:
-                failures += 1
-                work = optimizer.finish_step if optimizer.has_unfinished_step else work
-        raise AssertionError("it never got through")
-
-    for step in range(5):
-        set_grads(params, step, without=[step % 5])
-        until_done(optimizer.step)
-    assert kinds_of_slots(optimizer) == {"host", "nvme"}
-    assert_same_bits(until_done(lambda: snapshot(optimizer)), expected[0])
-    assert failures, "no fault was met: the test shows nothing"
 
 
 def test_half_of_the_state_in_memory_halves_the_traffic(make_adamw):
