@@ -14,7 +14,7 @@ from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.bench.series import found_in, measure_series
 from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.drives import drive_of, temperature, throttled_seconds
+from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.workloads import (
     MIN_STEP_STAGING_BYTES,
@@ -149,14 +149,11 @@ def measured_series(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
     def warmth() -> float | None:
         return max((found for disk in disks if (found := temperature(disk)) is not None), default=None)
 
-    before = throttled_seconds(disks)
     least = settings.transfer_bytes * settings.num_buffers
     points, samples = measure_series(target, rw, plan.duration, least, warmth)
-    after = throttled_seconds(disks)
-    hot = None if before is None or after is None else after - before
     return {
         "series": [asdict(point) for point in points],
-        "found": found_in(points, rw, hot),
+        "found": found_in(points, rw),
         "summary": summary(samples, settings),
     }
 

@@ -118,11 +118,8 @@ def cliff_of(points: Sequence[Point]) -> Cliff | None:
     return Cliff(at=points[cut - 1].at, bytes_before=moved, before=before, after=after)
 
 
-def found_in(points: Sequence[Point], rw: Rw, throttled: float | None) -> dict[str, Any]:
-    """Return what points by time say, for programs and in words.
-
-    `throttled`: seconds that the drive says it went slower for being hot; None: it does not say.
-    """
+def found_in(points: Sequence[Point], rw: Rw) -> dict[str, Any]:
+    """Return what points by time say, for programs and in words."""
     cliff = cliff_of(points)
     last = mean(point.bw_bytes for point in points[-max(1, len(points) // 4) :])
     words = []
@@ -140,7 +137,4 @@ def found_in(points: Sequence[Point], rw: Rw, throttled: float | None) -> dict[s
         words.append(f"{rw}: {warm[0]:.0f} °C at first, {max(warm):.0f} °C at most")
     else:
         words.append(f"{rw}: no temperature: the drive's driver tells none")
-    if throttled:
-        words.append(f"{rw}: the drive went slower for {throttled:.0f} s because it was hot: give it air")
-    told = {"cliff": asdict(cliff) if cliff else None, "last_bw_bytes": last, "throttled_seconds": throttled}
-    return told | {"words": words}
+    return {"cliff": asdict(cliff) if cliff else None, "last_bw_bytes": last, "words": words}

@@ -1,21 +1,16 @@
-"""Whether a block device suits: its kind, its queue, its health, and which processors are near it."""
+"""Whether a block device suits: its kind, its queue, and how warm it is."""
 
-import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.units import TB, KiB, format_bytes
+from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
-from nvme_offload.perf.measure.drives import Drive, Health, HealthError, read_health, temperature
+from nvme_offload.perf.measure.drives import Drive, temperature
 
 VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what it likes about rotation
 _ON_NVME = "choose a path on an NVMe drive"
 HOT = 70.0  # degrees Celsius from which on makers' drives begin to go slower
-WORN = 90  # percent of its endurance from which on a drive is soon at its end
-_NO_DRIVES = ("zram", "ram", "brd", "loop")
-_WARNINGS = {1: "its spare blocks run out", 4: "it is not reliable any more", 8: "it takes no more writes"}
 
 
 def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
@@ -67,58 +62,13 @@ def _kind(drive: Drive) -> Finding:
     return found
 
 
-def check_health(drive: Drive) -> Iterator[Finding]:
-    """Each disk of a drive, and where it is in the machine."""
+def check_warmth(drive: Drive) -> Iterator[Finding]:
+    """Return how warm each disk of a drive is, where its driver tells."""
     for disk in drive.disks:
-        if not disk.startswith(_NO_DRIVES):
-            yield _health_of(disk)
-    if drive.numa_node is None:  # the machine has one node, or nobody says
-        return
-    found = saw("NUMA", f"{drive.name} is on node {drive.numa_node}", numa_node=drive.numa_node)
-    near = drive.near_cpus
-    if near and not os.sched_getaffinity(0) & near:
-        meaning = "this process may only run on other nodes: every byte crosses between sockets"
-        remedy = f"numactl --cpunodebind={drive.numa_node} --membind={drive.numa_node} for the ranks that use this path"
-        found = found.note(meaning, remedy)
-    yield found
-
-
-def _health_of(disk: str) -> Finding:
-    warmth = temperature(disk)
-    try:
-        return judged(disk, read_health(disk), warmth)
-    except HealthError as error:
-        found = f"{disk}: SMART not known ({error})" + ("" if warmth is None else f"; {warmth:.0f} °C")
-    remedy = f"sudo nvme smart-log {shlex.quote(f'/dev/{disk}')}" if disk.startswith("nvme") else ""
-    return saw("health", found, disk=disk, temperature=warmth).note("its wear and errors were not looked at", remedy)
-
-
-def judged(disk: str, health: Health, warmth: float | None = None) -> Finding:
-    """Return what the health of a disk means for a run; `warmth` is newer than what SMART has of it."""
-    now = health.temperature if warmth is None else warmth
-    parts = [
-        f"{health.percent_used} % of its endurance used",
-        f"{health.bytes_written / TB:.1f} TB written in {health.power_on_hours} h",
-        f"{health.spare} % of the spare blocks left",
-    ]
-    parts += [] if now is None else [f"{now:.0f} °C"]
-    found = saw("health", f"{disk}: {', '.join(parts)}", **asdict(health) | {"disk": disk, "temperature": now})
-    if health.critical_warning & sum(_WARNINGS) or health.spare < health.spare_threshold:
-        said = [words for bit, words in _WARNINGS.items() if health.critical_warning & bit]
-        meaning = f"the drive itself warns: {', '.join(said) or 'its spare blocks run out'}"
-        return found.warning(meaning, "keep nothing on it that is needed, and replace it")
-    if health.media_errors:
-        meaning = f"{health.media_errors} times it could not give back what was written: a run that reads there stops"
-        return found.warning(meaning, "watch the count, set aio.checksums, and replace it when it grows")
-    if health.percent_used >= WORN:
-        meaning = "an optimizer on it writes all of its state in every step: it may not last"
-        return found.warning(meaning, "offload plan --tbw says for how long; replace it in time")
-    if now is not None and now >= HOT:
-        meaning = "drives go slower when they are hot, and a run keeps them busy"
-        return found.note(meaning, "give it air or a heat sink; offload bench --duration 600 shows what it costs")
-    if health.throttled_seconds or health.warm_minutes:
-        seconds, minutes = health.throttled_seconds, health.warm_minutes
-        slow = f"{seconds} s slower" if seconds else f"{minutes} min too warm"
-        remedy = "offload bench --duration 600 shows if it is now"
-        return found.note(f"it has been {slow} for heat in its life", remedy)
-    return found
+        if (now := temperature(disk)) is None:
+            continue
+        found = saw("warmth", f"{disk}: {now:.0f} °C", disk=disk, temperature=now)
+        if now >= HOT:
+            meaning = "drives go slower when they are hot, and a run keeps them busy"
+            found = found.note(meaning, "give it air or a heat sink; offload bench --duration 600 shows what it costs")
+        yield found

@@ -22,7 +22,7 @@ from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
 from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from nvme_offload.offload.units import GiB, MiB, format_bytes, round_up
-from nvme_offload.perf.doctor.drive import check_drive, check_health
+from nvme_offload.perf.doctor.drive import check_drive, check_warmth
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.drives import Drive, find_drive
@@ -63,7 +63,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         findings += _check_io(fd, config, engine)
         findings += [check_space(fd), check_runs(path)]
         if drive:
-            findings += [*check_drive(drive, config), *check_health(drive)]
+            findings += [*check_drive(drive, config), *check_warmth(drive)]
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
             found = saw("drive", "no block device is known behind it")
             findings.append(found.note("its queue could not be looked at"))

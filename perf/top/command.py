@@ -27,9 +27,9 @@ from rich.text import Text
 from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
-from nvme_offload.offload.units import TB, format_bytes, format_rate
+from nvme_offload.offload.units import format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_written, read_records
-from nvme_offload.perf.measure.drives import Health, HealthError, drive_of, read_health, temperature
+from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.plan.machine import Drives, MachineError
 
 PARTS = {
@@ -43,46 +43,22 @@ PARTS = {
 """An iteration's seconds went to these, with the scalar that has each."""
 STEP_HEAD = ("a step, by kind", "read", "written", "tier plan: read", "written")
 BAR = 20  # characters of a bar
-HEALTH_SECONDS = 60  # the words of SMART are shown for so long: to ask costs a process, and wear is slow
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
 NOTHING_YET = "a run has begun here and has not ended a step yet"
 State = Literal["live", "ended", "gone", "unknown"]
 
 
-class DriveTable:
-    """A table knows drives beside the run's own record; it keeps what SMART said for a while."""
-
-    def __init__(self) -> None:
-        self._health: dict[str, tuple[float, Health | None]] = {}
-
-    def rows(self, paths: list[str]) -> Iterator[tuple[str, ...]]:
-        """Path, drive, temperature, endurance used and bytes written in its life, for each disk under a path."""
-        for path in paths:
-            drive = drive_of(Path(path))
-            for disk in drive.disks if drive else ():
-                name = f"{disk} ({drive.model})" if drive and drive.model and disk == drive.name else disk
-                warmth, health = temperature(disk), self._asked(disk)
-                if warmth is None and health is not None:
-                    warmth = health.temperature
-                told = (
-                    ("-", "-")
-                    if health is None
-                    else (f"{health.percent_used} %", f"{health.bytes_written / TB:.1f} TB")
-                )
-                yield path, name, "-" if warmth is None else f"{warmth:.0f} °C", *told
-
-    def _asked(self, disk: str) -> Health | None:
-        asked, health = self._health.get(disk, (float("-inf"), None))
-        if time.monotonic() - asked >= HEALTH_SECONDS:
-            try:
-                health = read_health(disk)
-            except HealthError:
-                health = None  # doctor says why
-            self._health[disk] = time.monotonic(), health
-        return health
+def drive_rows(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Path, drive and temperature of each disk under a path."""
+    for path in paths:
+        drive = drive_of(Path(path))
+        for disk in drive.disks if drive else ():
+            name = f"{disk} ({drive.model})" if drive and drive.model and disk == drive.name else disk
+            warmth = temperature(disk)
+            yield path, name, "-" if warmth is None else f"{warmth:.0f} °C"
 
 
-def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) -> RenderableType:
+def view(run: RunOnShow, limit: float | None, now: float) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
     `limit`: bytes per second that its drives reach reading and writing at once; None: the most that the run has seen.
@@ -91,9 +67,9 @@ def view(run: RunOnShow, limit: float | None, drives: DriveTable, now: float) ->
     parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
     if moved := _step_rows(record):
         parts.insert(1, _table(STEP_HEAD, moved))
-    rows = list(drives.rows(record["paths"]))
+    rows = list(drive_rows(record["paths"]))
     if rows:
-        table = Table("path", "drive", "warmth", "worn", "written in all", box=None, pad_edge=False)
+        table = Table("path", "drive", "warmth", box=None, pad_edge=False)
         for row in rows:
             table.add_row(*row)
         parts.append(table)
@@ -237,20 +213,19 @@ def top(
     elif is_live:
         _watch(run, found, limit, interval, console)
     else:
-        console.print(_page(found, limit, DriveTable()))
+        console.print(_page(found, limit))
 
 
-def _page(runs: list[RunOnShow], limit: float | None, drives: DriveTable) -> RenderableType:
+def _page(runs: list[RunOnShow], limit: float | None) -> RenderableType:
     now = time.time()
-    return Group(*(view(run, limit, drives, now) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
+    return Group(*(view(run, limit, now) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
 
 
 def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
     """Look again and again, until every run is over or the user types q or Ctrl-C; those that are gone stay as last."""
-    drives = DriveTable()
     with (
         suppress(KeyboardInterrupt),
-        Live(_page(runs, limit, drives), console=console, auto_refresh=False) as live,
+        Live(_page(runs, limit), console=console, auto_refresh=False) as live,
         Keyboard() as keyboard,
     ):
         while not runs or not all(run.is_over for run in runs):
@@ -260,7 +235,7 @@ def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: flo
             with suppress(NoRunError):
                 found = {run.key: run for run in runs_of(path)}
             runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
-            live.update(_page(runs, limit, drives), refresh=True)
+            live.update(_page(runs, limit), refresh=True)
 
 
 class Keyboard:

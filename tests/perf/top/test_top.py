@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from nvme_offload.perf import cli
 from nvme_offload.perf.measure import drives
 from nvme_offload.perf.top import command
-from nvme_offload.perf.top.command import DriveTable, RunOnShow, runs_of
+from nvme_offload.perf.top.command import RunOnShow, drive_rows, runs_of
 from tests.perf.documents import record, write_bench
 
 PATIENCE = 60
@@ -199,34 +199,12 @@ def test_the_limit_of_a_benchmark_takes_the_place_of_the_runs_own(log, tmp_path)
     assert offload(log, "--bench", log).exit_code == 2
 
 
-def test_the_state_of_drives_stands_beside_a_run(monkeypatch, tmp_path):
-    """Warmth from the driver, wear from SMART where that may be asked; dashes where neither is told."""
-    asked = []
+def test_the_warmth_of_drives_stands_beside_a_run(monkeypatch):
     drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
-    wear = drives.Health(
-        temperature=51.0,
-        percent_used=7,
-        spare=100,
-        spare_threshold=10,
-        bytes_written=42 * 10**12,
-        media_errors=0,
-        critical_warning=0,
-        power_on_hours=9,
-        warm_minutes=0,
-    )
     monkeypatch.setattr(command, "drive_of", lambda path: drive)
-    monkeypatch.setattr(command, "temperature", lambda disk: None)
-    monkeypatch.setattr(command, "read_health", lambda disk: asked.append(disk) or wear)
-    table = DriveTable()
-    expected = [("/mnt/nvme0", "nvme0n1 (Fast One)", "51 °C", "7 %", "42.0 TB")]
-    assert list(table.rows(["/mnt/nvme0"])) == list(table.rows(["/mnt/nvme0"])) == expected
-    assert asked == ["nvme0n1"], "SMART is asked at each look"
-
-    def refused(disk):
-        raise drives.HealthError("permission denied")
-
-    monkeypatch.setattr(command, "read_health", refused)
-    assert [row[2:] for row in DriveTable().rows(["/mnt/nvme0"])] == [("-", "-", "-")]
+    for warmth, shown in ((51.0, "51 °C"), (None, "-")):
+        monkeypatch.setattr(command, "temperature", lambda disk, told=warmth: told)
+        assert list(drive_rows(["/mnt/nvme0"])) == [("/mnt/nvme0", "nvme0n1 (Fast One)", shown)]
 
 
 def test_a_place_without_a_run_is_said(tmp_path):
