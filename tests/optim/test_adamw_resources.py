@@ -102,7 +102,7 @@ def test_closing_gives_everything_back(drive, make_adamw):
 
     use("nvme")
     before, regions = Resources.steady(), num_regions()
-    for _ in range(20):
+    for _ in range(8):
         use("nvme")
         use("cpu")
         # Without the help of the garbage collector. Resident memory would tell less: torch keeps some of what it frees.

@@ -59,16 +59,6 @@ def test_without_masters_they_start_from_the_parameters(make_adamw, device, recw
     assert not list(recwarn)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_parameters_without_saved_state_start_afresh_as_in_torch(make_adamw, device):
-    params, optimizer = trained(make_adamw, device)
-    fresh = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    twin = Twin(params)
-    optimizer.load_state_dict(fresh)
-    take_steps(optimizer, params, 7, twin=twin)
-    twin.assert_equals(optimizer)
-
-
 def break_state_dict():
     def edit(change):
         def broken(state):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -150,6 +150,7 @@ JUNK = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(JUNK)
 def test_anything_else_is_a_config_error(data):
     with warnings.catch_warnings(action="ignore"), suppress(ConfigError):

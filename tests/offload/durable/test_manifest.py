@@ -122,13 +122,6 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
     assert found(tmp_path) == [1]
 
 
-def test_descriptors_go_with_the_object(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        opened(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_no_room_for_the_first_ones(tmp_path, monkeypatch):
     def refused(fd, offset, size_bytes):
         raise OSError(errno.ENOSPC, "full")

@@ -40,24 +40,23 @@ def test_hysteresis_one_is_the_rule_of_torch_amp(seed):
     assert scales(scaler(min_loss_scale=0.0), overflows) == expected
 
 
-def test_hysteresis_forgives_until_the_last():
-    subject = scaler(hysteresis=2)
-    assert scales(subject, [True, True, True]) == [1024, 512, 256]
+YES, NO = True, False
 
 
-def test_growth_restores_the_hysteresis():
-    subject = scaler(hysteresis=2)
-    assert scales(subject, [True, False, False, False, True, True]) == [1024, 1024, 1024, 2048, 2048, 1024]
-
-
-def test_consecutive_hysteresis_forgives_after_one_good_step():
-    assert scales(scaler(hysteresis=2, consecutive_hysteresis=True), [True, False, True, True]) == [1024] * 3 + [512]
-    assert scales(scaler(hysteresis=2), [True, False, True, True]) == [1024, 1024, 512, 256]
-
-
-def test_it_never_goes_below_the_minimum_and_a_static_one_stays():
-    assert scales(scaler(min_loss_scale=600.0), [True] * 3) == [600.0] * 3
-    assert scales(scaler(dynamic=False), [True, False, False, False]) == [1024.0] * 4
+@pytest.mark.parametrize(
+    ("changes", "overflows", "expected"),
+    [
+        ({"hysteresis": 2}, [YES, YES, YES], [1024, 512, 256]),
+        ({"hysteresis": 2}, [YES, NO, NO, NO, YES, YES], [1024, 1024, 1024, 2048, 2048, 1024]),
+        ({"hysteresis": 2}, [YES, NO, YES, YES], [1024, 1024, 512, 256]),
+        ({"hysteresis": 2, "consecutive_hysteresis": True}, [YES, NO, YES, YES], [1024, 1024, 1024, 512]),
+        ({"min_loss_scale": 600.0}, [YES, YES, YES], [600, 600, 600]),
+        ({"dynamic": False}, [YES, NO, NO, NO], [1024, 1024, 1024, 1024]),
+    ],
+    ids=["forgives until the last", "growth restores", "spent", "forgives again", "minimum", "static"],
+)
+def test_a_scale_follows_its_settings(changes, overflows, expected):
+    assert scales(scaler(**changes), overflows) == expected
 
 
 def test_without_a_minimum_it_and_its_inverse_stay_normal_numbers():

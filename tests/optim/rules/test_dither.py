@@ -61,7 +61,6 @@ def test_shards_of_one_two_and_four_ranks_have_the_bits_of_the_whole(drive):
         {"mesh": (2,), "dims": (0,)},
         {"mesh": (2,), "dims": (1,)},
         {"mesh": (4,), "dims": (0,)},
-        {"mesh": (2, 2), "dims": (0, 1)},
         {"mesh": (2, 2), "dims": (1, 2)},
     ]
     for cut in cuts:

@@ -125,7 +125,7 @@ def train_with_two_buffers(rank, world_size, path):
     assert_same(*states)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_buffers_hold_a_group_of_two_blocks(tmp_path, ranks):
     run_ranks(train_with_two_buffers, ranks, tmp_path)
 

@@ -37,29 +37,15 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 8)
 
 
-def test_repeated_layers_are_found_and_not_what_is_inside_them():
-    model = Model()
-    assert find_blocks(model) == list(model.layers)
-
-
-def test_lists_without_a_forward_are_not_blocks_but_what_is_in_them_is():
+def test_blocks_are_what_repeats_with_a_forward_and_parameters():
+    model, one = Model(), Model(num_layers=1)
+    assert find_blocks(model) == list(model.layers), "not what is inside them"
+    assert find_blocks(one) == list(one.layers[0].experts), "a single layer is no repetition"
+    one._no_split_modules = ["Layer"]  # as Hugging Face says it
+    assert find_blocks(one) == list(one.layers)
     lists = [nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2)]
-    assert find_blocks(nn.ModuleList(lists)) == [*lists[0], *lists[1]]
-
-
-def test_a_single_layer_is_no_repetition():
-    model = Model(num_layers=1)
-    assert find_blocks(model) == list(model.layers[0].experts)
-
-
-def test_modules_without_parameters_are_not_blocks():
+    assert find_blocks(nn.ModuleList(lists)) == [*lists[0], *lists[1]], "lists are not called, what is in them is"
     assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))) == []
-
-
-def test_hugging_face_names_count():
-    model = Model(num_layers=1)
-    model._no_split_modules = ["Layer"]
-    assert find_blocks(model) == list(model.layers)
 
 
 def test_a_large_embedding_and_a_large_head_are_units_of_their_own():
