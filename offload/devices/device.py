@@ -78,6 +78,11 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype in which autocast computes here on devices of this type; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def begin_thread(device: torch.device) -> None:
     """Begin a thread of ours that works for a device, and leave signals to threads that can handle them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
+from nvme_offload.offload.devices.device import autocast_dtype
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
@@ -71,7 +72,7 @@ def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
     device_type = next(model.parameters()).device.type
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        around = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        around = autocast_dtype(device_type)
         if plan.autocast is None:
             if around is not None:
                 raise RuntimeError(_autocast_without_section(around))
@@ -112,7 +113,7 @@ def _with_fp32_parameters(
     **kwargs: Any,
 ) -> Any:
     device_type = next(iter(shards.values())).device.type
-    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is plan.autocast:
+    if autocast_dtype(device_type) is plan.autocast:
         return forward(*args, **kwargs)
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in shards]
     gathered = [getattr(owner, name) for owner, name in places]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
-from nvme_offload.offload.devices.device import is_host
+from nvme_offload.offload.devices.device import autocast_dtype, is_host
 from nvme_offload.offload.errors import BlockOrderError
 
 _PLAIN = (
@@ -116,8 +116,7 @@ class BlockCall:
         """Whether something in the block was computed once more inside its backward, as a checkpoint does."""
         device = next((leaf.device for leaf in self._tensors()), None) or next(block.parameters()).device
         self._device = device
-        is_cast = torch.is_autocast_enabled(device.type)
-        self._autocast = torch.get_autocast_dtype(device.type) if is_cast else None
+        self._autocast = autocast_dtype(device.type)
 
     @property
     def is_trained(self) -> bool:

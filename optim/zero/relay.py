@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nvme_offload.aio_native.starting import start
-from nvme_offload.offload.devices.device import HOST, begin_thread
+from nvme_offload.offload.devices.device import HOST, autocast_dtype, begin_thread
 
 
 class Runner:
@@ -29,7 +29,7 @@ class Runner:
         self._errors: list[BaseException] = []
         self._is_stopped = False
         self._function: Callable[[Runner], object] | None = function
-        surroundings = copy_context(), torch.get_default_device(), _autocast_of(device)
+        surroundings = copy_context(), torch.get_default_device(), autocast_dtype(device.type)
         self._thread = threading.Thread(
             target=self._run, args=(device, *surroundings), name="nvme_offload: micro-batch", daemon=True
         )
@@ -84,8 +84,3 @@ class Runner:
                 self._errors.append(error)
         finally:
             self._questions.put(None)
-
-
-def _autocast_of(device: torch.device) -> torch.dtype | None:
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None

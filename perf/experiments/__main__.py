@@ -24,10 +24,6 @@ _ABOUT = {
         "Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one.",
         "--path /mnt/nvme0",
     ),
-    "moments": (
-        "Train the demo's model three times, with moments kept in three ways, and compare the losses.",
-        "--save results",
-    ),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
         "--path /mnt/nvme0 --memory-only",
