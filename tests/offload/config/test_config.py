@@ -30,6 +30,7 @@ from nvme_offload.offload.config.keys import sections
 from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import GiB
 from scripts import configuration_page
+from tests.offload.config.test_config_engine import BAD_OF_ENGINE
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -110,9 +111,10 @@ BAD = [
     ),
     ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz", "write 1 or leave"),
 ]
+EVERY_BAD = [*BAD, *BAD_OF_ENGINE]
 
 
-@pytest.mark.parametrize(("data", "start", "text"), BAD, ids=[row[1] for row in BAD])
+@pytest.mark.parametrize(("data", "start", "text"), EVERY_BAD, ids=[row[1] for row in EVERY_BAD])
 def test_bad_section_is_named_with_its_remedy(data, start, text):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_dict(data)
