@@ -12,12 +12,14 @@ import torch
 
 import nvme_offload.optim.state.store
 from nvme_offload import StateError, SwapIOError
+from nvme_offload.aio_native import FaultSpec
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.interrupts import sigint_at_update
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
     assert_same_training,
+    faulty_drive,
     params_of,
     run_child,
     set_grads,
@@ -70,6 +72,20 @@ def test_the_step_stops_between_subgroups_and_can_be_finished(make_adamw, interr
     assert_same_training(optimizer, uninterrupted)
     with pytest.raises(StateError, match="no such step"):
         optimizer.finish_step()
+
+
+def test_a_step_that_was_all_but_done_is_done(make_adamw, interrupt_after):
+    """The signal came with the last subgroup: nothing is left to finish, and waiting afterwards is not disturbed."""
+    _, uninterrupted = started(make_adamw, "cpu", steps=0)
+    uninterrupted.step()
+    with faulty_drive(FaultSpec(seed=1, delay=1.0, max_delay_us=300_000)):
+        _, optimizer = started(make_adamw, steps=0)
+        optimizer.place()
+    interrupt_after(optimizer.stats().num_subgroups)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.synchronize()  # its waits are longer than the time between two looks at pending signals
+    assert_same_training(optimizer, uninterrupted)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

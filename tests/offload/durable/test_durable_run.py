@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.durable import identity
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
@@ -275,6 +276,16 @@ def test_a_snapshot_of_nothing(small):
         small.snapshot("early")
 
 
+def test_other_slots_are_refused_and_nothing_changes(small):
+    small.commit("0", 0)
+    small.commit("1", 1)
+    for layouts in (LAYOUTS[:2], [*LAYOUTS, LAYOUTS[0]], [LAYOUTS[1], LAYOUTS[0], LAYOUTS[2]]):
+        with pytest.raises(ResumeError, match=r"slots|bytes for slot 0"):
+            small.run.adopt(small.run.committed[1], layouts)
+    assert [manifest.step for manifest in small.run.committed] == [1, 0]
+    assert small.read() == small.truth["1"]
+
+
 def test_slots_may_come_later(small):
     small.commit("0", 0)
     small.layouts.append(SlotLayout(ExtentLayout(4096, 0, 4096)))
@@ -283,3 +294,12 @@ def test_slots_may_come_later(small):
     small.commit("1", 1)
     small.commit("2", 2, [3])
     assert small.read() == small.truth["2"]
+
+
+def test_differences_name_the_place():
+    before = {"params": [{"name": "w", "shape": [3, 4]}, {"name": "b", "shape": [4]}], "long": list(range(9))}
+    now = {"params": [{"name": "w", "shape": [3, 5]}, {"name": "b", "shape": [4]}], "long": [1, 2]}
+    assert identity.differences(before, now) == [
+        "params[0].shape[1]: 4 was committed, 5 is here",
+        "long: 9 of [0, 1, 2] ... was committed, [1, 2] is here",
+    ]

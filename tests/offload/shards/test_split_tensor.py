@@ -188,3 +188,25 @@ def test_scans_for_tied_weights_find_it_nowhere_in_memory(split, parts):
     model.c = model.a
     assert find_tied_parameters(model) == [["a", "c"]]
     assert parts.num_reads == 0
+
+
+def test_a_stand_in_raises_or_asks_its_handler():
+    seen = []
+    handlers = {torch.ops.aten.mul_: lambda factor: seen.append(factor), torch.ops.aten.zero_: lambda: seen.append(0)}
+    like = torch.empty(3, 5, device="meta")
+    tensor = StandIn(like, torch.bfloat16, name="gradients of x", remedy="use y", handlers=handlers)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((3, 5), (5, 1), torch.bfloat16)
+    assert tensor.device.type == "cpu"
+    assert tensor.mul_(3) is tensor
+    torch._foreach_zero_([tensor, tensor])
+    assert seen == [3, 0, 0]
+    assert "gradients of x is on a tier" in repr(tensor)
+    for touch in (
+        lambda: tensor + 1,
+        tensor.sum,
+        lambda: tensor[0],
+        lambda: torch.ones(3, 5).copy_(tensor),
+        tensor.clone,
+    ):
+        with pytest.raises(StateError, match=r"gradients of x: expected .*use y"):
+            touch()

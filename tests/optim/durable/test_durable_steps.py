@@ -119,6 +119,31 @@ def test_a_client_state_that_cannot_be_read_again_is_refused_by_its_place_and_th
         assert optimizer.resume() == (2, {})
 
 
+def test_parameters_that_were_changed_by_hand_are_in_the_next_commit(drive):
+    def change(params):
+        with torch.no_grad():
+            for param in params:
+                param[:3] += 1
+
+    params, optimizer = fresh(drive)
+    with optimizer:
+        train(optimizer, params, range(2))
+        change(params)
+        optimizer.commit()
+        optimizer.commit()
+    params, optimizer = fresh(drive)
+    with optimizer:
+        assert optimizer.resume() == (2, {})
+        train(optimizer, params, [2])
+        found = snapshot(optimizer)
+    params, optimizer = fresh(drive, None)
+    with optimizer:
+        train(optimizer, params, range(2))
+        change(params)
+        train(optimizer, params, [2])
+        assert_same_bits(found, snapshot(optimizer))
+
+
 def test_a_run_that_was_found_takes_no_step_before_somebody_says_what_becomes_of_it(drive):
     params, optimizer = fresh(drive)
     with optimizer:
