@@ -55,7 +55,7 @@ def test_a_model_of_transformers(benchmark: Any, command: str, tmp_path: Path) -
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     output = tmp_path / "offload.json"
-    own = {"plan": RATES, "init": ["--path", str(tmp_path), "--seconds", "0", "--output", str(output)]}[command]
+    own = {"plan": RATES, "init": ["--path", str(tmp_path), "--output", str(output)]}[command]
     builds = min(processor_seconds("-c", BUILD, str(tmp_path)) for _ in range(ROUNDS))
     benchmark.extra_info["transformers"] = builds
     seconds = least(benchmark, command, "--model", str(tmp_path), *MEMORY, *own, output=output)
