@@ -41,19 +41,21 @@ def bench(
     iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = AIO.queue_depth,
     size: Size = DEFAULT_SIZE,
     numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = AIO.rings,
-    ioengine: Annotated[str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="What does the I/O.")] = (
-        AIO.engine
-    ),
+    ioengine: Annotated[
+        str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="Engine that does the I/O.")
+    ] = (AIO.engine),
     direct: Direct = AIO.direct,
-    runtime: Annotated[float, typer.Option(help="Seconds of passes in each direction.")] = 5.0,
+    runtime: Annotated[float, typer.Option(help="Seconds for each direction, in short passes.")] = 5.0,
     duration: Annotated[
-        float, typer.Option(help="Seconds without a pause in each direction, second by second: caches and heat.")
+        float, typer.Option(help="Seconds for each direction without a pause; shows caches that fill and heat.")
     ] = 0.0,
-    rw: Annotated[RwChoice, typer.Option(help="mixed: an optimizer step's 1:1 pattern.")] = "all",
-    target: Annotated[TargetName, typer.Option(help="The engine, or OffloadAdamW.step().")] = "raw",
+    rw: Annotated[
+        RwChoice, typer.Option(help="Directions; mixed reads and writes 1:1, as an optimizer step does.")
+    ] = "all",
+    target: Annotated[TargetName, typer.Option(help="Measure the engine, or OffloadAdamW.step().")] = "raw",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
     quads: Annotated[
-        int | None, typer.Option(help="Rounds of --compare-fio in each direction.", show_default=str(QUADS))
+        int | None, typer.Option(help=f"Rounds of --compare-fio in each direction; by default {QUADS}.")
     ] = None,
     as_json: Json = False,
     save_to: SaveTo = None,

@@ -23,14 +23,18 @@ def init(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File for the section. A file that exists is not overwritten.")
     ] = Path("offload.json"),
-    ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or one.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
-    host_memory: Annotated[int | None, byte_option("--host-memory", text="By default what there is here.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks that share the model; by default one for each GPU, or one.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch on one rank.")] = 2048,
+    host_memory: Annotated[
+        int | None, byte_option("--host-memory", text="Memory for training; by default this machine's.")
+    ] = None,
 ) -> None:
     """Write the fastest section that fits this machine and a model.
 
-    What moves least comes first: all in memory, the state on NVMe as far as memory does not hold it, then parameters
-    and gradients too. It does not depend on what is in memory now.
+    It takes the first of these that fits: everything in memory; part of the optimizer state on NVMe; parameters and
+    gradients on NVMe, too. What other programs have in memory now does not matter.
     """
     if output.exists():
         raise typer.BadParameter(f"{output} exists; name another file, or move it away", param_hint="'--output'")

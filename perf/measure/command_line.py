@@ -26,13 +26,19 @@ MIN_BLOCKS = 64  # blocks of the smallest region: one of fewer says nothing abou
 HERE = [Path()]
 DEFAULT_SIZE: Any = format_bytes(GiB)
 """Default size of a measurement: shown in the help as it stands here, and parsed as if typed."""
-Paths = Annotated[list[Path], typer.Option("--path", "--directory", help="Folder on the drive; several are striped.")]
-Direct = Annotated[DirectPolicy, typer.Option(help="Direct I/O: needed, tried, or left out.")]
+Paths = Annotated[
+    list[Path],
+    typer.Option(
+        "--path", "--directory", metavar="FOLDER", help="Folder on the drive; repeat it to stripe over several."
+    ),
+]
+Direct = Annotated[DirectPolicy, typer.Option(help="Use direct I/O always, where it works, or never.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Folder = Annotated[
-    Path, typer.Option("--path", exists=True, file_okay=False, writable=True, help="Folder on the drive.")
+    Path,
+    typer.Option("--path", metavar="FOLDER", exists=True, file_okay=False, writable=True, help="Folder on the drive."),
 ]
-Quads = Annotated[int, typer.Option(min=1, help="Rounds of ours, reference, reference, ours, each with its control.")]
+Quads = Annotated[int, typer.Option(min=1, help="Rounds of ours, reference, reference, ours.")]
 SaveTo = Annotated[Path | None, typer.Option("--save", help="Folder for the results: JSON and Markdown.")]
 
 
@@ -128,7 +134,7 @@ def choice_option(*names: str, choices: Sequence[str], text: str) -> Any:
     return typer.Option(*names, parser=chosen, metavar="|".join(choices), help=text)
 
 
-Size = Annotated[int, byte_option("--size", text="Bytes of the region that is worked on.")]
+Size = Annotated[int, byte_option("--size", text="Bytes of the file to work on.")]
 
 
 def say_saved(files: Sequence[Path]) -> None:

@@ -64,7 +64,7 @@ class Chooser:
         state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
         found = [_Candidate(common | {"zero_optimization": memory}, ALL_FITS)]
         for each in CANDIDATES:
-            section = each.applied(state).model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            section = each.applied(state).model_dump(mode="json", exclude_defaults=True)
             found.append(_Candidate(section, each.why, each.within_budget))
         return found
 

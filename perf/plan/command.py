@@ -54,41 +54,41 @@ def _rate(*names: str, text: str) -> Any:
 def plan(
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or its folder.")] = None,
     params: Annotated[int | None, _count("--params", text="Parameters, in place of --model: 2e9.")] = None,
-    layers: Annotated[int | None, _count("--layers", text="Repeated layers, beside --params.")] = None,
+    layers: Annotated[int | None, _count("--layers", text="Number of its layers, beside --params.")] = None,
     hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
     vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="The section; by default the one that offload init would write.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Of these on one node; by default all, 8 at most.")] = None,
-    host_memory: Annotated[int | None, _size("--host-memory", text="Of a node; by default what there is here.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on a node; by default all, 8 at most.")] = None,
+    host_memory: Annotated[int | None, _size("--host-memory", text="Memory of a node; by default as here.")] = None,
     device_memory: Annotated[
         int | None,
-        _size("--gpu-memory", "--device-memory", text="Of one rank's GPU; by default this one's, none is the CPU."),
+        _size("--gpu-memory", "--device-memory", text="Memory of one rank's GPU; by default as here. 0: the CPU."),
     ] = None,
     pcie: Annotated[
         int | None, _size("--pcie", text="Between a GPU and its host, each way: 55GB/s; by default as measured here.")
     ] = None,
-    network: Annotated[float | None, _rate("--network", text="From a node to the others: 100Gb/s, 12.5GB/s.")] = None,
+    network: Annotated[float | None, _rate("--network", text="Rate between nodes: 100Gb/s, 12.5GB/s.")] = None,
     drive: Annotated[
         str | None, typer.Option(help="A node's drives by their class: gen4-consumer, gen5-enterprisex4.")
     ] = None,
     bench: Annotated[Path | None, typer.Option(help="A node's drives as offload bench --json measured them.")] = None,
-    read_bw: Annotated[int | None, _size("--read-bw", text="Of a node's drives, per second: 6.5GB.")] = None,
-    write_bw: Annotated[int | None, _size("--write-bw", text="Of a node's drives, per second.")] = None,
-    mixed_bw: Annotated[int | None, _size("--mixed-bw", text="Both directions at once, together.")] = None,
+    read_bw: Annotated[int | None, _size("--read-bw", text="Bytes that drives read in a second: 6.5GB.")] = None,
+    write_bw: Annotated[int | None, _size("--write-bw", text="Bytes that they write in a second.")] = None,
+    mixed_bw: Annotated[int | None, _size("--mixed-bw", text="Bytes of both at once, together.")] = None,
     capacity: Annotated[int | None, _size("--capacity", text="Free bytes of a node's drives.")] = None,
     tbw: Annotated[float | None, typer.Option(help="Terabytes that a node's drives may have written.")] = None,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
-    tokens: Annotated[int, typer.Option(help="Of one micro-batch on one rank.")] = 2048,
-    checkpointing: Annotated[bool, typer.Option(help="Layers are computed again in backward.")] = True,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank.")] = 2048,
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
     as_json: Json = False,
 ) -> None:
     """Predict memory, traffic, time and wear of a training step.
 
-    Beside these: the largest model of such layers that fits.
+    It also says which model of such layers is the largest that fits.
     """
     try:
         drives, of_class = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier
 from nvme_offload.offload.units import TB, format_bytes
+from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.account import GATHERED
 from nvme_offload.perf.plan.choosing import ChosenSection
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, predict
@@ -28,6 +29,9 @@ def show(prediction: Prediction, chosen: ChosenSection | None, largest: ModelSha
         f"{machine.ranks_per_node} on a node; {job.tokens:,} tokens x {job.micro_batches} micro-batches on each",
         highlight=False,
     )
+    rule = rule_of(job.config.optimizer)
+    kept = [f"{state.name} ({str(state.dtype).removeprefix('torch.')})" for state in rule.states]
+    console.print(f"{rule.name} keeps {', '.join(kept) or 'no state'}", highlight=False)
     console.print(_memory(prediction))
     if prediction.traffic:
         console.print(_traffic(prediction))

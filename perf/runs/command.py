@@ -24,10 +24,11 @@ _OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[
-    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path. Those of --config are looked at too.")
+    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path; those of --config come in addition.")
 ]
 Config = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A configuration section (.json or .toml): its folders.")
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="File of a section (.json or .toml), whose folders are looked at."),
 ]
 
 
@@ -47,15 +48,13 @@ runs = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "List durable runs, export what they committed, remove them.\n\n"
-        "A run is durable where `offload_optimizer.durable` says so; its directories stay when it ends, however it "
-        "ends. `offload runs PATH ...` lists, `offload runs remove NAME PATH ...` removes, and "
-        "`offload runs export NAME FOLDER PATH ...` writes what was committed as weights or as a checkpoint, without "
-        "the model."
+        "A run is durable if its section sets `offload_optimizer.durable`. Its directories stay when it ends, however "
+        "it ends. `offload runs PATH ...` lists runs. The model is not needed to export one."
     ),
 )
 
 
-@runs.command("list")
+@runs.command("list", epilog="Example: offload runs list /mnt/nvme0")
 def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False) -> None:
     """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
     found = _found(paths, config)
@@ -65,16 +64,16 @@ def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False)
         typer.echo(_table(found) if found else "no durable runs")
 
 
-@runs.command("remove")
+@runs.command("remove", epilog="Example: offload runs remove my-run /mnt/nvme0")
 def remove(
-    name: Annotated[str, typer.Argument(help="Of the run.")],
+    name: Annotated[str, typer.Argument(help="Name of the run.")],
     paths: Paths = None,
     config: Config = None,
     snapshot: Annotated[
-        str | None, typer.Option("--snapshot", metavar="NAME", help="Remove this snapshot of it alone.")
+        str | None, typer.Option("--snapshot", metavar="NAME", help="Remove this snapshot, and leave the run.")
     ] = None,
     partly: Annotated[
-        bool, typer.Option("--partly", help="Also where some of its paths are not among these folders.")
+        bool, typer.Option("--partly", help="Remove it, too, if some of its paths are not among these folders.")
     ] = False,
 ) -> None:
     """Delete a run with all that it has committed, or one snapshot of it. One that is alive is refused."""
@@ -93,26 +92,31 @@ def remove(
     typer.echo(done)
 
 
-@runs.command("export")
+@runs.command("export", epilog="Example: offload runs export my-run weights /mnt/nvme0 --dtype bf16")
 def export(
-    name: Annotated[str, typer.Argument(help="Of the run.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write: a folder that is new or empty.")],
+    name: Annotated[str, typer.Argument(help="Name of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write to, new or empty.")],
     paths: Paths = None,
     config: Config = None,
     step: Annotated[
-        int | None, typer.Option("--step", help="One that is held still.  [default: the newest that all ranks have]")
+        int | None,
+        typer.Option(
+            "--step", help="Step to export, which the run still holds.  [default: the newest that all ranks have]"
+        ),
     ] = None,
-    snapshot: Annotated[str | None, typer.Option("--snapshot", metavar="NAME", help="This snapshot of it.")] = None,
+    snapshot: Annotated[
+        str | None, typer.Option("--snapshot", metavar="NAME", help="Snapshot to export, in place of a step.")
+    ] = None,
     what: Annotated[
         Literal["weights", "checkpoint"],
-        typer.Option("--what", help="Weights, or all that a checkpoint has, for `load_checkpoint`."),
+        typer.Option("--what", help="Weights alone, or a checkpoint that `load_checkpoint` takes."),
     ] = "weights",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of weights: fp32, bf16 or fp16, or own: as the forward has them.")
+        str, typer.Option("--dtype", help="Dtype of weights: fp32, bf16, fp16, or own, which the forward has.")
     ] = "fp32",
-    max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="The most of one file.")] = "1GiB",
+    max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="Most bytes of one file.")] = "1GiB",
     partly: Annotated[
-        bool, typer.Option("--partly", help="Also where parameters were frozen, which the run does not keep.")
+        bool, typer.Option("--partly", help="Export a run with frozen parameters, too, which it does not keep.")
     ] = False,
 ) -> None:
     """Write a committed step as safetensors in the layout of Hugging Face, or as a checkpoint, without the model.

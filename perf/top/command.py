@@ -180,12 +180,12 @@ def _bar(share: float) -> Text:
 
 def top(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run directory, a folder with such, or the file of run_log.")
+        Path, typer.Argument(metavar="RUN", help="A run directory, a folder of such, or the file of run_log.")
     ],
     bench: Annotated[
-        Path | None, typer.Option(help="The drives as offload bench --json measured them: their limit.")
+        Path | None, typer.Option(help="File in which offload bench --json measured the drives; it is the limit shown.")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the latest records as lines of JSON.")] = False,
 ) -> None:

@@ -33,25 +33,29 @@ BYTES_PER_PARAMETER = 12
 
 
 def verify(
-    path: Annotated[Path, typer.Option(help="Folder on the drive.")] = Path(),
-    only: Annotated[list[str] | None, typer.Option(help=f"Some checks, of: {', '.join(CHECKS)}.")] = None,
-    measure: Annotated[bool, typer.Option(help="Measure, too: copies, the drive, iterations.")] = True,
+    path: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder on the drive.")] = Path(),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help=f"Run this check alone; repeat it. Checks: {', '.join(CHECKS)}."),
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Measure copies, the drive and iterations, too.")] = True,
     params: Annotated[
         float | None,
-        typer.Option(help="Parameters of the model whose iterations are timed; by default 1e9 with a GPU, else 1e6."),
+        typer.Option(help="Parameters of the model that is timed; by default 1e9 with a GPU, else 1e6."),
     ] = None,
     size: Annotated[
-        int | None, byte_option("--size", text="Where the drive is measured; by default 4GiB with a GPU, else 128MiB.")
+        int | None,
+        byte_option("--size", text="Bytes to measure the drive with; by default 4GiB with a GPU, else 128MiB."),
     ] = None,
     as_json: Json = False,
     save_to: SaveTo = None,
 ) -> None:
     """Verify bits and speed of training on this machine's GPU or CPU.
 
-    Runs on the device are compared with runs on the CPU bit by bit; then copies, the drive and iterations are
-    measured. Each check has a time limit, and one that ends its process ends nothing else.
+    It compares runs on the device with runs on the CPU bit by bit, then measures copies, the drive and iterations.
+    Each check has a time limit, and one that ends its process ends nothing else.
 
-    Exit status: 0 all is as it should be, 1 something is not, 2 a bad value.
+    Exit status: 0 all is as it should be, 1 something is not, 2 an option is wrong.
     """
     with failures_in_words():
         device = device_here()

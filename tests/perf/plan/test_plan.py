@@ -531,10 +531,12 @@ def test_the_plan_says_how_activations_are_kept_fastest(tmp_path):
     place = {"device": "nvme", "nvme_path": "/mnt", "host_budget": "1GiB"}
     file = tmp_path / "offload.json"
     for flops, fastest in ((1e10, "all"), (1e14, "boundaries")):
-        file.write_text(json.dumps(section("/mnt", activations=place)))
+        moments = {"type": "AdamW", "params": {"state_dtype": "bf16"}}
+        file.write_text(json.dumps(section("/mnt", activations=place, optimizer=moments)))
         arguments = ["plan", "--params", "1e9", "--layers", "20", "--hidden", "2048", "--tokens", "65536"]
         arguments += ["--flops", str(flops), "--read-bw", "2GB", "--write-bw", "1GB", "--host-memory", "64GiB"]
         done = CliRunner().invoke(app, [*arguments, "--config", str(file)])
         words = " ".join(done.output.split())
         assert "Activations: boundaries, 4,096 bytes for each token and layer" in words
         assert f"fastest: {fastest}" in words
+        assert "AdamW keeps exp_avg (bfloat16), exp_avg_sq (bfloat16)" in words
