@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench compare sanitize clients hosts docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -47,6 +47,11 @@ wheel: setup
 # The suite against another version of torch, in an environment of its own: make test-torch TORCH=2.15.0
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
+
+# The kernels for a GPU, under Triton's interpreter: it takes 1 GB, so that only this installs it; without it `make test` skips them.
+triton: setup
+	$(BIN)/pip install -q --disable-pip-version-check $$(grep '^triton==' constraints-clients.txt)
+	$(BIN)/python -m pytest tests/optim/state/test_fused.py $(ARGS)
 
 # Several hosts, as network namespaces: all tests of them, which need root.
 hosts: setup

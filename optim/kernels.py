@@ -41,6 +41,7 @@ __all__ = [
     "make_logged_step",
     "make_segment",
     "ordered_sum",
+    "tile_weights",
 ]
 
 
@@ -385,7 +386,7 @@ class OnAccelerator:
         Each element counts with an odd weight of its own, modulo 2^64: that a single one changed always shows, of
         other changes about one in 2^64 does not.
         """
-        weights = _weights(param.device)
+        weights = tile_weights(param.device)
         sums = []
         for start in range(0, param.numel(), CHUNK_NUMEL):
             bits = param[start : start + CHUNK_NUMEL].view(torch.int16).to(torch.int64)
@@ -417,7 +418,7 @@ class OnAccelerator:
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
+def tile_weights(device: torch.device) -> torch.Tensor:
     """Return odd numbers without a pattern, int64 [TILE_NUMEL]: of splitmix64, but for the sign in its shifts."""
     mixed = torch.arange(1, TILE_NUMEL + 1, dtype=torch.int64, device="cpu") * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

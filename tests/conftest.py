@@ -25,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # difference between seconds and minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Triton's kernels run on tensors of the CPU where there is no GPU. It asks when it is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Hundreds of children import the same modules: each is compiled once, also where the environment keeps no bytecode.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -45,6 +45,7 @@ FOLDERS_BOTTOM_UP = {
         {"ranks", "rules"},
         {"layout"},
         {"kernels", "precision"},
+        {"fused"},
         {"tiers"},
         {"updates"},
         {"state"},

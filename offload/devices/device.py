@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,11 @@ def is_device(device: torch.device | str) -> bool:
     kind = torch.device(device).type
     module = getattr(torch, kind, None)
     return kind != HOST.type and all(hasattr(module, name) for name in _NEEDED)
+
+
+def may_run_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for a device: for CUDA's alone, as far as this project knows."""
+    return device.type == "cuda" and torch.version.cuda is not None and find_spec("triton") is not None
 
 
 def default_device_type() -> str:

@@ -75,7 +75,9 @@ class DurableState(Durability):
 
     def means(self, ground: Ground) -> Means:
         """See `Durability`."""
-        return DurableMeans(ground.kernels, ground.param_of, logs=self.logs, begin_writing=self.begin_writing)
+        return DurableMeans(
+            ground.kernels, ground.param_of, ground.fused, logs=self.logs, begin_writing=self.begin_writing
+        )
 
     def new_log(self) -> LogState:
         """See `Durability`."""

@@ -28,8 +28,14 @@ def words(origin: Origin, start: int, stop: int, step: float, device: torch.devi
     for size, stride in zip(reversed(origin.sizes), reversed(origin.strides), strict=True):
         index += at % size * stride
         at //= size
+    before, between = keys(origin, step)
+    return _rest(_halfway(index & _WORD ^ before) ^ between)
+
+
+def keys(origin: Origin, step: float) -> tuple[int, int]:
+    """Return what the hash of an index is keyed with, before its first half and between both: 32 bits each."""
     before = _mixed(_mixed(origin.param) + int(step) & _WORD)
-    return _rest(_halfway(index & _WORD ^ before) ^ _mixed(before + origin.param & _WORD))
+    return before, _mixed(before + origin.param & _WORD)
 
 
 def store_rounded(state: torch.Tensor, values: torch.Tensor, words: torch.Tensor, number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 def divided(values: torch.Tensor, number: float) -> torch.Tensor:
     """Divide values by a number. Given a Python number, or a tensor on the CPU, CUDA multiplies by the reciprocal."""
-    return values / torch.full((), number, dtype=values.dtype, device=values.device)
+    return values / values.new_full((), number)
 
 
 def rooted(values: torch.Tensor) -> torch.Tensor:

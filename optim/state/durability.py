@@ -17,7 +17,7 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.updater import Means
+from nvme_offload.optim.updates.updater import Fused, Means
 
 
 class Ground(NamedTuple):
@@ -27,6 +27,7 @@ class Ground(NamedTuple):
     kernels: KernelPool
     mirror: DeviceMirror
     meter: Meter
+    fused: Fused
 
     def param_of(self, index: int) -> torch.Tensor:
         """Return what is in this process's memory of a parameter."""
@@ -58,7 +59,7 @@ class Durability:
 
     def means(self, ground: Ground) -> Means:
         """Return what the updaters of an optimizer work with."""
-        return Means(ground.kernels, ground.param_of)
+        return Means(ground.kernels, ground.param_of, ground.fused)
 
     def new_log(self) -> LogState | None:
         """Return what a slot needs besides, if anything."""

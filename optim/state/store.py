@@ -27,6 +27,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_t
 from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes, round_up
 from nvme_offload.offload.warn import warn_user
+from nvme_offload.optim.fused.door import fused_kernels
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
@@ -80,7 +81,7 @@ class StateStore(StepState):
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
         locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, warn_user)
         mirror = DeviceMirror(meter, locks)
-        ground = Ground(table, kernels, mirror, meter)
+        ground = Ground(table, kernels, mirror, meter, fused_kernels)
         self.durability: Durability = open_durability(ground)
         durability = self.durability
         try:

@@ -120,7 +120,7 @@ class Inbox:
         if final is None or not self._store.mirror.is_in_use:
             return tile_sums(grad, self._store.kernels)
         with self._store.mirror.come_after(final):
-            return sums_from_device({0: grad})[0]
+            return sums_from_device({0: grad}, self._store.means.fused)[0]
 
 
 class _HeldBack:

@@ -15,6 +15,7 @@ from nvme_offload.optim.kernels import KernelPool, ordered_sum
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.ranks.collective import device_of
+from nvme_offload.optim.updates.updater import Fused
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 
@@ -137,13 +138,14 @@ def _sums_of(grads: Mapping[int, torch.Tensor], pool: KernelPool, known: Mapping
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def sums_from_device(grads: Mapping[int, torch.Tensor], fused: Fused) -> dict[int, torch.Tensor]:
     """Return the tile sums of those gradients that are on a device, by index: fp64 [tiles] on the CPU.
 
-    Their device sums 16 Mi elements at a time, which takes 128 MiB for a moment. The host waits for it once.
+    `fused` kernels give those of the CPU's, bit for bit. Without them their device sums 16 Mi elements at a time in
+    an order of its own, which takes 128 MiB for a moment. The host waits for it once.
     """
     sums = {
-        index: _sums_on_device(grad)
+        index: _sums_on_device(grad, fused)
         for index, grad in grads.items()
         if not (isinstance(grad, PartitionStandIn) or is_host(grad.device))
     }
@@ -153,8 +155,11 @@ def sums_from_device(grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tenso
     return dict(zip(sums, parts, strict=True))
 
 
-def _sums_on_device(grad: torch.Tensor) -> torch.Tensor:
+def _sums_on_device(grad: torch.Tensor, fused: Fused) -> torch.Tensor:
     """Return the tile sums of a flat gradient on its own device, fp64 [tiles]."""
+    if (kernels := fused(grad.device)) is not None:
+        sums: torch.Tensor = kernels.tile_sq_sums(grad)
+        return sums
     whole = grad.numel() // TILE_NUMEL * TILE_NUMEL
     parts = [
         piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in torch.split(grad[:whole], _SQUARED_AT_ONCE)

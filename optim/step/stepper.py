@@ -237,7 +237,8 @@ class Stepper:
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
             with self._meter.waiting("device"):
                 store.blocks.land_gradients()
-                known |= sums_from_device({index: grad for index, grad in grads.items() if index not in known})
+                unknown = {index: grad for index, grad in grads.items() if index not in known}
+                known |= sums_from_device(unknown, store.means.fused)
         with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,

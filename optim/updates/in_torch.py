@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
 from nvme_offload.optim.layout.dither import store_rounded, words
 from nvme_offload.optim.layout.flat import unflatten
-from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
+from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.updater import Updater
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
 
@@ -26,7 +28,9 @@ class InTorch(Updater):
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
         here, update = self.means.kernels, self.subgroup.rule.update
-        return lambda: sum(int(update_run(update, run, here, TILE_NUMEL)) for run in work.runs.values())
+        return lambda: sum(
+            int(update_run(update, piece, here)) for run in work.runs.values() for piece in run.pieces(TILE_NUMEL)
+        )
 
 
 class WholeMatrix(Updater):
@@ -47,76 +51,89 @@ class WholeMatrix(Updater):
                 shaped = [unflatten(each, like) for each in (master, grad, *states)]
                 rule.update_whole(shaped[0], shaped[1], shaped[2:], scalars, partial(work.whole.through, index))
 
-            return int(update_run(update, run, here, run.param.numel()))
+            return int(update_run(update, run, here))
 
         return lambda: sum(update_one(index, run) for index, run in work.runs.items())
 
 
 class OnDevice(Updater):
-    """The rule's own `update` works where state and parameters are. Nobody has to wait for it."""
+    """The rule's own `update` works where state and parameters are. Nobody has to wait for it.
+
+    Where kernels of Triton's run, and the rule has a native one, it is one of them; else it is operators.
+    """
 
     inside = "updates state on the device"
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`. What is returned leaves out tiles found changed: see `Means.found_changed`."""
-        there, update = OnAccelerator(), self.subgroup.rule.update
 
         def update_all() -> int:
             for run in work.runs.values():
-                self.means.found_changed.append(update_run(update, run, there, CHUNK_NUMEL))
+                self.means.found_changed.extend(map(self._updated, run.pieces(CHUNK_NUMEL)))
             return 0
 
         return update_all
+
+    def _updated(self, run: RunTensors) -> torch.Tensor:
+        rule = self.subgroup.rule
+        if rule.kernel and (kernels := self.means.fused(run.param.device)) is not None:
+            return update_run_fused(kernels, rule, run)
+        return update_run(rule.update, run, OnAccelerator())
+
+
+def update_run_fused(kernels: Any, rule: UpdateRule, run: RunTensors) -> torch.Tensor:
+    """Update one run on its device as `update_run` does, by a kernel of `optim.fused.kernels`."""
+    updated: torch.Tensor = kernels.update_run(
+        rule,
+        run.param,
+        run.grad.to(run.param.device),
+        run.master,
+        run.states,
+        run.checksums,
+        run.scalars.of_rule,
+        run.scalars.grad_scale,
+        origin=run.origin,
+        start=run.start,
+        dither=run.scalars.dither,
+    )
+    return updated
 
 
 def update_run(
     update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], tuple[float, ...]], None],
     run: RunTensors,
     here: KernelPool | OnAccelerator,
-    chunk_numel: int,
 ) -> torch.Tensor:
     """Update one run. A tile whose parameter no longer matches its checksum gets its master from it as found.
 
     Args:
-        update: changes masters and states in place; takes master, gradient, states and scalars, fp32 [chunk_numel].
+        update: changes masters and states in place; takes master, gradient, states and scalars, fp32 [numel].
         run: in one memory, but for the gradient, which may be in host memory.
         here: works in that memory, and takes the checksums.
-        chunk_numel: elements to work on at a time, a multiple of `TILE_NUMEL` or all.
 
     Returns:
         The number of such tiles: int64, 0D, in that memory.
     """
-    on_host = isinstance(here, KernelPool)
-    differ = None if run.checksums is None else here.tile_checksums(run.param) != run.checksums
-    for start in range(0, run.param.numel(), chunk_numel):
-        part, first = slice(start, start + chunk_numel), start // TILE_NUMEL
-        param, lower = run.param[part], None if run.master is None else run.master[part]
-        master = param if lower is None else here.join(param, lower) if lower.dtype is torch.uint16 else lower
-        if differ is not None and not (on_host and not differ.any()):  # a device is not asked: that would wait for it
-            by_tile = differ[first : first + num_tiles(param.numel())]
-            by_element = by_tile.repeat_interleave(TILE_NUMEL)[: param.numel()]
-            master.copy_(torch.where(by_element, param.float(), master))
-        states = [state[part].float() for state in run.states]
-        grad = run.grad[part].to(param.device).float() * run.scalars.grad_scale
-        update(master, grad, states, run.scalars.of_rule)
-        for values in () if on_host else (master, *states):
-            values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
-        chance = _chance_of(run, part)
-        for number, (state, updated) in enumerate(zip(run.states, states, strict=True)):
-            if chance is not None and state.dtype is torch.bfloat16:
-                store_rounded(state[part], updated, chance, number)
-            else:
-                state[part].copy_(updated)  # where it is fp32, it is the same memory
-        here.divide(master, param, lower)
+    on_host, param, lower = isinstance(here, KernelPool), run.param, run.master
+    master = param if lower is None else here.join(param, lower) if lower.dtype is torch.uint16 else lower
+    differ = None if run.checksums is None else here.tile_checksums(param) != run.checksums
+    if differ is not None and not (on_host and not differ.any()):  # a device is not asked: that would wait for it
+        by_element = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
+        master.copy_(torch.where(by_element, param.float(), master))
+    states = [state.float() for state in run.states]
+    update(master, run.grad.to(param.device).float() * run.scalars.grad_scale, states, run.scalars.of_rule)
+    for values in () if on_host else (master, *states):
+        values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
+    chance = None
+    if run.origin is not None:
+        chance = words(run.origin, run.start, run.start + param.numel(), run.scalars.dither[0], param.device)
+    for number, (state, updated) in enumerate(zip(run.states, states, strict=True)):
+        if chance is not None and state.dtype is torch.bfloat16:
+            store_rounded(state, updated, chance, number)
+        else:
+            state.copy_(updated)  # where it is fp32, it is the same memory
+    here.divide(master, param, lower)
     if run.checksums is None or differ is None:
-        return torch.zeros((), dtype=torch.int64, device=run.param.device)
-    run.checksums.copy_(here.tile_checksums(run.param))
+        return torch.zeros((), dtype=torch.int64, device=param.device)
+    run.checksums.copy_(here.tile_checksums(param))
     return differ.sum()
-
-
-def _chance_of(run: RunTensors, part: slice) -> torch.Tensor | None:
-    """Return by what the states of these elements are dithered; None where they are not."""
-    if run.origin is None:
-        return None
-    first, last = run.start + part.start, run.start + min(part.stop, run.param.numel())
-    return words(run.origin, first, last, run.scalars.dither[0], run.param.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,9 @@ from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.work import SubgroupStep
+
+Fused = Callable[[torch.device], Any]
+"""It gives `optim.fused.kernels` where those run on a device, else None."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Means:
     kernels: KernelPool
     param_of: Callable[[int], torch.Tensor]
     """Gives what is in this process's memory of a parameter, by index."""
+    fused: Fused
+    """See `fused_kernels`."""
     found_changed: list[torch.Tensor] = field(default_factory=list)
     """Gets the numbers of tiles that updates on a device found changed, int64 there: the host asks a step later."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -11,6 +11,7 @@ import torch
 
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import Origin
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
 from nvme_offload.optim.updates.whole_params import WholeParams
 
@@ -45,6 +46,19 @@ class RunTensors(NamedTuple):
     """The origin of this rank's part of the parameter, for a rule that dithers."""
     start: int = 0
     """The run's first element in that part."""
+
+    def pieces(self, numel: int) -> Iterator[RunTensors]:
+        """Cut it into runs of so many elements, a multiple of `TILE_NUMEL`; the last one may be smaller."""
+        for first in range(0, self.param.numel(), numel):
+            part, tiles = slice(first, first + numel), slice(first // TILE_NUMEL, (first + numel) // TILE_NUMEL)
+            yield self._replace(
+                param=self.param[part],
+                grad=self.grad[part],
+                master=None if self.master is None else self.master[part],
+                states=[state[part] for state in self.states],
+                checksums=None if self.checksums is None else self.checksums[tiles],
+                start=self.start + first,
+            )
 
 
 class Places(Protocol):

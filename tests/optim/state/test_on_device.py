@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator, make_segment
+from nvme_offload.optim.kernels import KernelPool, OnAccelerator, make_segment
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.step.norm import sums_from_device
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.in_torch import update_run
+from nvme_offload.optim.updates.in_torch import update_run, update_run_fused
 from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
 from tests.support.late_device.mutations import OF_COMMITS, OF_MIRROR
@@ -194,7 +194,6 @@ def test_what_comes_down_does_not_wait_for_what_goes_up(five):
 
 
 NUMEL = TILE_NUMEL + 1234
-THERE = OnAccelerator()
 
 
 def wild(numel, seed):
@@ -205,52 +204,63 @@ def wild(numel, seed):
     return torch.where(torch.rand(numel, generator=generator) < 0.2, any_bits, plain)
 
 
-def weights(dtype, rule, pool):
+def weights(dtype, rule, pool, numel=NUMEL):
     """Parameter, what is beside it, and fresh states."""
-    param = torch.empty(NUMEL, dtype=dtype)
-    lower = {torch.bfloat16: torch.empty(NUMEL, dtype=torch.uint16), torch.float16: torch.empty(NUMEL)}.get(dtype)
+    param = torch.empty(numel, dtype=dtype)
+    lower = {torch.bfloat16: torch.empty(numel, dtype=torch.uint16), torch.float16: torch.empty(numel)}.get(dtype)
     if lower is None:
-        param.copy_(wild(NUMEL, 1))
+        param.copy_(wild(numel, 1))
     else:
-        pool.divide(wild(NUMEL, 1), param, lower)
-    return param, lower, [torch.zeros(NUMEL, dtype=state.dtype) for state in rule.states]
+        pool.divide(wild(numel, 1), param, lower)
+    return param, lower, [torch.zeros(numel, dtype=state.dtype) for state in rule.states]
 
 
-def gradient(step, dtype):
-    grad = wild(NUMEL, 10 + step) * 0.1
+def gradient(step, dtype, numel=NUMEL):
+    """Some of everything, also infinities, NaNs and denormals."""
+    grad = wild(numel, 10 + step) * 0.1
     grad[::97], grad[5::1001], grad[7::1003], grad[9::501] = 0.0, math.inf, math.nan, 1e-40
     return grad.to(dtype)
+
+
+def assert_bits_of_the_kernel(case, dtype, numel, update):
+    """Take three steps with gradients of three dtypes; in the second one somebody else has changed a tile."""
+    pool, there, rule, is_half = KernelPool(1), OnAccelerator(), case.rule, dtype is not torch.float32
+    ours, theirs = weights(dtype, rule, pool, numel), weights(dtype, rule, pool, numel)
+    # The part is 10 x 11 x 608 of a larger tensor, and the run begins in it behind 11 elements.
+    origin = Origin(3, 2**32 - 10**7, (10, 11, 608), (10**6, 10**4, 1)) if rule.dithers else None
+    sums, known = (there.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
+    for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
+        if step == 2 and is_half:
+            ours[0][numel // 2] = theirs[0][numel // 2] = 1.5
+        grad, scale = gradient(step, grad_dtype, numel), float(np.float32(0.7))
+        scalars = StepScalars(rule.scalars(case.settings, step), scale, (step,) if rule.dithers else ())
+        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin, start=11)
+        segment = make_segment(
+            param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
+            scalars=scalars.of_kernel, grad_scale=scale, origin=origin, start=11,
+        )  # fmt: skip
+        assert int(update(rule, run)) == sum(pool.update([segment])) == (step == 2 and is_half)
+        assert sums is None or torch.equal(sums, there.tile_checksums(ours[0]))
+        flat = [[part for part in (each[0], each[1], *each[2]) if part is not None] for each in (ours, theirs)]
+        for one, other in zip(*flat, strict=True):
+            as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]
+            assert torch.equal(one.view(as_int), other.view(as_int))
+
+
+def updated_by(kernels):
+    """The update by kernels of Triton's, which is compared there where it is installed."""
+    return lambda rule, run: update_run_fused(kernels, rule, run)
+
+
+THERE = OnAccelerator()
 
 
 @pytest.mark.parametrize(("case", "changes"), VARIANTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators_give_the_bits_of_the_kernel(case, changes, dtype):
-    """Also of infinities, NaNs and denormals, and where somebody else changed a tile."""
-    case, pool = case.changed(**changes), KernelPool(1)
-    rule, group = case.rule, case.settings
-    ours, theirs = weights(dtype, rule, pool), weights(dtype, rule, pool)
-    is_half = dtype is not torch.float32
-    origin = Origin(3, 2**32 - 10**7, (10, 11, 607), (10**6, 10**4, 1)) if rule.dithers else None
-    sums, known = (THERE.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
-    for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
-        if step == 2 and is_half:
-            ours[0][7] = theirs[0][7] = 1.5
-        grad, scale = gradient(step, grad_dtype), float(np.float32(0.7))
-        scalars = StepScalars(rule.scalars(group, step), scale, (step,) if rule.dithers else ())
-        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin)
-        segment = make_segment(
-            param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
-            scalars=scalars.of_kernel, grad_scale=scale, origin=origin,
-        )  # fmt: skip
-        assert (
-            int(update_run(rule.update, run, THERE, CHUNK_NUMEL))
-            == sum(pool.update([segment]))
-            == (step == 2 and is_half)
-        )
-        flat = [[part for part in (each[0], each[1], *each[2]) if part is not None] for each in (ours, theirs)]
-        for one, other in zip(*flat, strict=True):
-            as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]
-            assert torch.equal(one.view(as_int), other.view(as_int))
+    assert_bits_of_the_kernel(
+        case.changed(**changes), dtype, NUMEL, lambda rule, run: update_run(rule.update, run, THERE)
+    )
 
 
 def test_a_changed_element_shows():
@@ -382,7 +392,7 @@ def test_gradients_that_have_left_the_device_come_back(make_adamw, late):
     scalars, grad = StepScalars(rule.scalars(CASES[0].settings, 1), 0.5), gradient(1, torch.bfloat16)
     for tensors in ((param, lower, states), (there[0], there[1], there[2:])):
         run = RunTensors(tensors[0], grad, tensors[1], tensors[2], THERE.tile_checksums(tensors[0]), scalars)
-        update_run(rule.update, run, THERE, CHUNK_NUMEL)
+        update_run(rule.update, run, THERE)
     assert torch.equal(there[0].cpu().view(torch.int16), param.view(torch.int16))
     assert torch.equal(there[1].cpu().view(torch.int16), lower.view(torch.int16))
 
@@ -431,7 +441,7 @@ class Counting(TorchDispatchMode):
 def operators_of(numels):
     grads = {index: torch.empty(numel, dtype=torch.bfloat16, device="late") for index, numel in enumerate(numels)}
     with Counting() as counting:
-        sums_from_device(grads)
+        sums_from_device(grads, lambda device: None)
     return counting.operators
 
 
@@ -443,7 +453,7 @@ def test_operators_grow_with_the_number_of_gradients_and_not_with_their_size(lat
 @pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 300 * BLOCK + 5])
 def test_the_sums_are_those_of_the_cpu(late, numel):
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
-    found = sums_from_device({4: grad.to("late"), 5: grad})
+    found = sums_from_device({4: grad.to("late"), 5: grad}, lambda device: None)
     torch.testing.assert_close(found.pop(4), KernelPool(1).tile_sq_sums(grad), rtol=1e-13, atol=0)
     assert not found  # those in host memory are not the device's
 

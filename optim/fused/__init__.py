@@ -1,0 +1,1 @@
+"""Kernels for state and gradients on a device, written in Triton: an extra of the package."""
