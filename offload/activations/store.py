@@ -68,6 +68,11 @@ class ActivationStats:
     seconds_waiting_read: float = 0.0
     """Time for which a backward waited for reads."""
 
+    @property
+    def seconds_waiting(self) -> float:
+        """Time for which forwards and backwards waited."""
+        return self.seconds_waiting_write + self.seconds_waiting_read
+
     def add(self, **amounts: float) -> None:
         """Add to figures, by name. For the store only."""
         for name, amount in amounts.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload.config.section import MAX_PERIOD, OffloadOptimizerConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, costs_of
 from nvme_offload.offload.host.available_memory import ranks_on_host
@@ -24,11 +26,17 @@ class _Moment(NamedTuple):
 
 
 class Wear:
-    """Watches what is written from the first step on, and warns once if it is more than the section allows."""
+    """Watches what is written from the first step on, and warns once if it is more than the section allows.
 
-    def __init__(self, section: OffloadOptimizerConfig, store: StateStore) -> None:
+    `engines` returns the counters of all that write for this run.
+    """
+
+    def __init__(
+        self, section: OffloadOptimizerConfig, store: StateStore, engines: Callable[[], list[EngineStats]]
+    ) -> None:
         self._section = section
         self._store = store
+        self._engines = engines
         self._period = store.durability.period if store.durability.takes_all else None
         self._begun: _Moment | None = None
         self._is_said = False
@@ -86,10 +94,8 @@ class Wear:
 
     @property
     def _written(self) -> int:
-        """Bytes of state, parameters and gradients that went to drives so far."""
-        store = self._store
-        engines = [store.tier.stats()] if store.tier else []
-        return sum(engine.bytes_written for engine in [*engines, *store.blocks.engine_stats])
+        """Bytes of all kinds that went to drives so far."""
+        return sum(engine.bytes_written for engine in self._engines())
 
     @property
     def _size(self) -> DurableBytes:

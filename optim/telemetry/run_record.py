@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nvme_offload.offload.activations.store import ActivationStats
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_NEW
 from nvme_offload.offload.storage.run_folder import open_in
@@ -43,8 +44,13 @@ def place_in_words(plan: TierPlan, config: OffloadConfig, engine: str) -> str:
     return f"state: {held}{paths}"
 
 
-def said(owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfig) -> dict[str, Any]:
-    """Return what an optimizer says of itself: its numbers, and the words that a reader shows beside them."""
+def said(
+    owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfig, activations: ActivationStats | None
+) -> dict[str, Any]:
+    """Return what an optimizer says of itself: its numbers, and the words that a reader shows beside them.
+
+    Of `activations` that are kept for its model, the numbers are beside its own.
+    """
     tiers: dict[str, dict[str, int]] = {}
     planned: dict[str, dict[str, int]] = {}
     for unit, tier in zip(plan.units, plan.tiers, strict=True):
@@ -62,8 +68,18 @@ def said(owner: str, stats: OptimizerStats, plan: TierPlan, config: OffloadConfi
         "tiers": tiers,
         "planned": planned,
         "limit": stats.iteration.limit if stats.iteration else None,
-        "scalars": stats.scalars(),
+        "scalars": stats.scalars() | (_of_activations(activations) if activations is not None else {}),
     }
+
+
+def _of_activations(stats: ActivationStats) -> dict[str, float]:
+    found: dict[str, float] = {
+        "bytes_read": stats.read_bytes,
+        "bytes_written": stats.written_bytes,
+        "bytes_saved": stats.saved_bytes,
+    }
+    found |= {"peak_host_bytes": stats.peak_held_bytes, "wait_seconds": stats.seconds_waiting}
+    return {f"activation_{name}": value for name, value in found.items()}
 
 
 class RunRecord:
@@ -159,7 +175,7 @@ def log_of_rank(log: Path, rank: int) -> Path:
     return log if rank == 0 else log.with_name(f"{log.stem}.rank{rank}{log.suffix}")
 
 
-KINDS = {"optimizer state": "", "parameters": "param_", "gradients": "grad_"}
+KINDS = {"optimizer state": "", "parameters": "param_", "gradients": "grad_", "activations": "activation_"}
 """These kinds move to and from drives. The scalars of each have names that begin so."""
 
 

@@ -119,7 +119,7 @@ def initialize(
     with ExitStack() as undo:
         made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
         scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
-        activations = on_every_rank(partial(making.keep_activations, undo), *groups)
+        activations = on_every_rank(partial(making.keep_activations, made, undo), *groups)
         engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks, activations)
         undo.pop_all()
     return engine
@@ -230,12 +230,13 @@ class _Making:
         self.config = self.config.model_copy(update={"scheduler": None})  # nobody follows it
         return _checked(lr_scheduler(made))
 
-    def keep_activations(self, undo: ExitStack) -> ActivationSwapper | None:
+    def keep_activations(self, made: OffloadOptimizer, undo: ExitStack) -> ActivationSwapper | None:
         """Have forwards of the model keep what they save where the section says; `undo` closes it."""
         if self.config.activations.device == "none":
             return None
         activations = ActivationSwapper(self.config, model=self.model, blocks=self.layers)
         undo.callback(activations.close)
+        made.count_activations(activations)
         return activations.attach()
 
 

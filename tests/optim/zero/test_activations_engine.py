@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nvme_offload import ConfigError, get_full_param, initialize
+from nvme_offload.optim.telemetry.run_record import bytes_written, read_records
 from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.ranks import run_ranks
@@ -59,6 +60,7 @@ def check(tmp_path, forward, make, more, keep, device="nvme", **options):
     assert actual[2].num_kept == actual[2].held_bytes == 0
     assert bool(actual[2].written_bytes) == bool(actual[2].read_bytes) == (device == "nvme")
     assert list(tmp_path.iterdir()) == []
+    return actual[2]
 
 
 @pytest.mark.usefixtures("alone")
@@ -71,9 +73,17 @@ def test_precisions(tmp_path, precision, keep):
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
 @pytest.mark.parametrize("keep", KEEPS)
-def test_parameters_and_gradients_on_the_drive(tmp_path, keep):
-    """Gathered parameters are in staging buffers then, which others get."""
-    check(tmp_path, of_layers, layers, SECTIONS["bf16"], keep, parameters_away=True)
+def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep):
+    """Gathered parameters are in staging buffers then, which others get. The record of the run has all their bytes."""
+    log = tmp_path_factory.mktemp("log") / "run.jsonl"
+    kept = check(tmp_path, of_layers, layers, SECTIONS["bf16"] | {"run_log": str(log)}, keep, parameters_away=True)
+    scalars = read_records(log)[-1]["scalars"]
+    assert (scalars["activation_bytes_written"], scalars["activation_bytes_read"]) == (
+        kept.written_bytes,
+        kept.read_bytes,
+    )
+    assert scalars["activation_wait_seconds"] == kept.seconds_waiting > 0
+    assert bytes_written(scalars) > kept.written_bytes + scalars["param_bytes_written"]
 
 
 @pytest.mark.usefixtures("alone")
