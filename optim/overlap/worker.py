@@ -240,8 +240,9 @@ def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> N
             if worker is None:
                 return
             more, idle = worker.shift(), worker.is_idle
-            if worker.job is None or not worker.job.must_end:
+            if (job := worker.job) is None or not job.must_end:  # read once: a step that is given up takes it away
                 del worker
+            del job
             if not more and not started.end.is_set:
                 started.bell.wait(None if idle else _LOOK_AGAIN_SECONDS)
 
