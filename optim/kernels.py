@@ -366,15 +366,15 @@ def _summed(memory: torch.Tensor, sums: torch.Tensor) -> SummedMemory:
 
 def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, numel: int) -> int:
     """Return the address of a tensor that a kernel can take, or raise ValueError saying what is wrong with it."""
-    if tensor.device.type != "cpu":
+    if tensor.is_cpu and tensor.dtype is dtype and tensor.numel() == numel and tensor.is_contiguous():
+        return tensor.data_ptr()
+    if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}; the kernels run on the CPU")
-    if tensor.dtype != dtype:
+    if tensor.dtype is not dtype:
         raise ValueError(f"{name} is {tensor.dtype}; it must be {dtype}")
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements; it must have {numel}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous; pass tensor.contiguous() or write the result back yourself")
-    return tensor.data_ptr()
+    raise ValueError(f"{name} is not contiguous; pass tensor.contiguous() or write the result back yourself")
 
 
 class OnAccelerator:

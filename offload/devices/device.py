@@ -49,8 +49,10 @@ def is_host(device: torch.device) -> bool:
 def is_device(device: torch.device | str) -> bool:
     """Whether this is a device, or the type of one, with memory and streams of its own that can be used here."""
     kind = torch.device(device).type
+    if kind == HOST.type:
+        return False
     module = getattr(torch, kind, None)
-    return kind != HOST.type and all(hasattr(module, name) for name in _NEEDED)
+    return all(hasattr(module, name) for name in _NEEDED)
 
 
 def may_run_triton(device: torch.device) -> bool:

@@ -27,38 +27,41 @@ def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[i
     with body.at_rest():
         body.check(Need.STATE)
         body.table.check_layouts()
-        flat = {
-            index: {name: _room_for(body, index, name) for name in names if name != "step"}
-            for index, names in wanted.items()
-        }
+        names = {index: [name for name in named if name != "step"] for index, named in wanted.items()}
+        read: dict[int, dict[str, torch.Tensor]] = {index: {} for index in wanted}
         slots = body.slots_of(wanted)
         values = LiveValues(body, ahead=slots)
         for slot in tracked("reading the state", slots, _size_of):
             for run in slot.subgroup.runs:
-                for name, target in flat.get(run.param, {}).items():
-                    target[run.start : run.stop] = values.read(slot, run, name)
+                for name in names.get(run.param, ()):
+                    _read_run(values, slot, run, name, read[run.param], body.table[run.param].param.numel())
         return {
-            index: {name: _as_entry(body.table[index], values) for name, values in entries.items()}
-            for index, entries in flat.items()
+            index: {name: _as_entry(body, index, name, entries.get(name)) for name in names[index]}
+            for index, entries in read.items()
         }
+
+
+def _read_run(
+    values: LiveValues, slot: SlotRecord, run: Run, name: str, entries: dict[str, torch.Tensor], numel: int
+) -> None:
+    """Put a run of an entry of `numel` elements to the parts of it that are read."""
+    if run.numel == numel:
+        entries[name] = values.copy(slot, run, name)
+        return
+    if name not in entries:
+        entries[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
+    run.part(entries[name]).copy_(values.read(slot, run, name))
 
 
 def _size_of(slot: SlotRecord) -> int:
     return slot.size_bytes
 
 
-def _as_entry(record: ParamRecord, flat: torch.Tensor) -> torch.Tensor:
-    """Shape a flat entry as its parameter; shard it like a sharded one, as checkpoints expect."""
-    local = unflatten(flat, record.param)
-    return sharded_like(local, record.leaf) if isinstance(record.leaf, DTensor) else local
-
-
-def _room_for(body: StateBody, index: int, name: str) -> torch.Tensor:
-    """Return flat memory for an entry, to be filled slot by slot; without slots it is as it would be born."""
+def _as_entry(body: StateBody, index: int, name: str, flat: torch.Tensor | None) -> torch.Tensor:
+    """Shape a flat entry as its parameter; shard it like a sharded one. Without slots it is as it would be born."""
     record = body.table[index]
-    if record.is_placed:
-        return torch.empty(record.param.numel(), dtype=torch.float32, device="cpu")
-    return fresh_values(body, _all_of(record), name)
+    local = unflatten(fresh_values(body, _all_of(record), name) if flat is None else flat, record.param)
+    return sharded_like(local, record.leaf) if isinstance(record.leaf, DTensor) else local
 
 
 def _all_of(record: ParamRecord) -> Run:
@@ -110,7 +113,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
             for run in slot.subgroup.runs:
                 for name, values in entries.get(run.param, {}).items():
                     if name != "step":
-                        write_run(body, slot, memory, run, name, values[run.start : run.stop])
+                        write_run(body, slot, memory, run, name, run.part(values))
             body.note_half_written()
     for index, named in entries.items():
         if "step" in named:
@@ -127,16 +130,18 @@ def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.
 
 def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:
     """Return the entry as flat fp32 on the CPU, in the parameter's order of memory."""
-    param, where = body.table[index].param, f"{name} of {body.table[index].name}"
+    record = body.table[index]
+    param = record.param
     tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu"))
     if tensor.is_complex():
-        raise ValueError(f"{where} is {tensor.dtype}: optimizer state is real")
+        raise ValueError(f"{name} of {record.name} is {tensor.dtype}: optimizer state is real")
     if name == "step":
-        if tensor.numel() != 1 or not (float(tensor) >= 0 and float(tensor).is_integer()):
-            raise ValueError(f"{where} = {value!r}: the step is one whole number, 0 or more")
-        return tensor.reshape(())
+        if tensor.numel() != 1 or not ((number := float(tensor)) >= 0 and number.is_integer()):
+            raise ValueError(f"step of {record.name} = {value!r}: the step is one whole number, 0 or more")
+        return tensor
     if tensor.shape != param.shape:
-        raise ValueError(f"{where} has shape {tuple(tensor.shape)}; the parameter has {tuple(param.shape)}")
-    if (tensor.dtype, tensor.device.type, tensor.stride()) == (torch.float32, "cpu", param.stride()):
+        shapes = f"{tuple(tensor.shape)}; the parameter has {tuple(param.shape)}"
+        raise ValueError(f"{name} of {record.name} has shape {shapes}")
+    if tensor.dtype is torch.float32 and tensor.is_cpu and tensor.stride() == param.stride():
         return flat_view(tensor)
     return flat_view(room_like(param, torch.float32, HOST).copy_(tensor.detach()))

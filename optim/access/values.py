@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.storage.swap_space import SwapSpace
@@ -65,6 +66,11 @@ class LiveValues:
             self._read = None  # its buffer may be another's from here on
             self._read = slot, self._acquire(slot)
         return read_run(body, slot, self._read[1], run, name)
+
+    def copy(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
+        """Return what `read` does, in host memory of its own."""
+        found = self.read(slot, run, name)
+        return found if name == "master" else found.to(HOST, copy=True)  # a master is joined, which makes new memory
 
     def _acquire(self, slot: SlotRecord) -> Memory:
         pipeline, position = self._body.pipeline, self._positions.get(slot.index)
@@ -151,7 +157,7 @@ def fresh_values(body: StateBody, run: Run, name: str) -> torch.Tensor:
     record = body.table[run.param]
     if name == "master":
         rest = record.first_rest
-        return body.kernels.joined(record.copy_of(run), None if rest is None else rest[run.start : run.stop])
+        return body.kernels.joined(record.copy_of(run), None if rest is None else run.part(rest))
     [birth] = (state.birth for state in record.rule.states if state.name == name)
     return torch.full((run.numel,), birth, dtype=torch.float32, device="cpu")
 

@@ -45,9 +45,8 @@ class Layout(NamedTuple):
     """Whether this is what is stored of a split parameter, which has its other parts elsewhere."""
 
     @classmethod
-    def of(cls, leaf: torch.Tensor) -> Layout:
-        """Return the present layout of what is in this process's memory of a parameter."""
-        param = storage_of(leaf)
+    def of(cls, leaf: torch.Tensor, param: torch.Tensor) -> Layout:
+        """Return the present layout of ``param``, the `storage_of` a parameter."""
         is_split = isinstance(local_tensor(leaf), SplitTensor)
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
 
@@ -73,7 +72,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return 1D [numel] over the memory of a dense tensor, outside autograd, also where its readers wait."""
     with without_torch_function():
-        return tensor.detach().as_strided((tensor.numel(),), (1,))
+        return tensor.detach() if tensor.dim() == 1 else tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def room_like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,7 +82,7 @@ def room_like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """View a flat tensor with the shape and strides of the parameter `like`."""
-    return flat.as_strided(like.shape, like.stride())
+    return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
 
 
 def storage_of(leaf: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,10 @@ class Run(NamedTuple):
         """Elements of the run."""
         return self.stop - self.start
 
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return its part of the values of the whole parameter, 1D."""
+        return values if self.numel == values.numel() else values[self.start : self.stop]
+
     def pieces(self, max_numel: int) -> list[Run]:
         """Cut it into pieces of at most so many elements, whole tiles but for the last."""
         step = max_numel // TILE_NUMEL * TILE_NUMEL

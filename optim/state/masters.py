@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
@@ -27,7 +28,7 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
             rest, master = table[run.param].first_rest, section_view(subgroup, memory, "master", run)
             assert master is not None
             if rest is not None:
-                master.copy_(rest[run.start : run.stop])
+                master.copy_(run.part(rest))
             elif subgroup.form is MasterForm.FULL:
                 master.copy_(pool.fp16_to_fp32(host))
 
@@ -36,17 +37,18 @@ def write_master(
     run: Run, values: torch.Tensor, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool
 ) -> None:
     """Set a run's master weights to fp32 values on the CPU: the parameter gets them rounded, the state the rest."""
-    master = section_view(slot.subgroup, memory, "master", run)
-    rounded = torch.empty(run.numel, dtype=table[run.param].param.dtype, device="cpu")
-    if master is None or not slot.home.on_device:
-        pool.divide(values, rounded, master)
-    else:
-        there = torch.empty(run.numel, dtype=master.dtype, device="cpu")
-        pool.divide(values, rounded, there)
-        master.copy_(there)
-    with table[run.param].reaching(run, change=True) as param:
-        param.copy_(rounded)
-    table[run.param].note_written(run, rounded, pool, on_device=slot.home.on_device)
+    record, master = table[run.param], section_view(slot.subgroup, memory, "master", run)
+    with record.reaching(run, change=True) as param:
+        rounded = param if is_host(param.device) else torch.empty(run.numel, dtype=param.dtype, device="cpu")
+        if master is None or not slot.home.on_device:
+            pool.divide(values, rounded, master)
+        else:
+            there = torch.empty(run.numel, dtype=master.dtype, device="cpu")
+            pool.divide(values, rounded, there)
+            master.copy_(there)
+        if rounded is not param:
+            param.copy_(rounded)
+        record.note_written(run, rounded, pool, on_device=slot.home.on_device)
 
 
 def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:

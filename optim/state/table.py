@@ -51,7 +51,7 @@ class ParamRecord:
 
     def __post_init__(self) -> None:
         self.param = storage_of(self.leaf)
-        self.layout = Layout.of(self.leaf)
+        self.layout = Layout.of(self.leaf, self.param)
         tiles = num_tiles(self.param.numel())
         self.checksums = None if self.form is MasterForm.ITSELF else torch.zeros(tiles, dtype=torch.int64, device="cpu")
         self.note_place()
@@ -113,7 +113,7 @@ class ParamRecord:
     def view(self, run: Run) -> torch.Tensor:
         """Return a run of it inside the step, which holds the block of a parameter on a tier."""
         whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
-        return whole[run.start : run.stop]
+        return run.part(whole)
 
     def address(self, run: Run) -> int:
         """Return the address of `view`, without a tensor. The parameter is dense, in host memory."""
@@ -146,6 +146,8 @@ class ParamRecord:
         if known is None:
             return []
         found = _tile_sums(self.view(run)) if on_device else pool.tile_checksums(values)
+        if torch.equal(found, known):
+            return []
         return [int(number) for number in (found != known).nonzero().flatten().tolist()]
 
 
@@ -221,7 +223,7 @@ class ParamTable:
     @property
     def has_split_params(self) -> bool:
         """Whether the state has a part of any parameter that FSDP2 gathers."""
-        return any("master" in record.entry_names and split_shard(record.leaf) is not None for record in self._records)
+        return any(split_shard(record.leaf) is not None and "master" in record.entry_names for record in self._records)
 
     def look_again(self) -> None:
         """Look where parameters are now; what they were in before is let go."""
@@ -230,9 +232,9 @@ class ParamTable:
 
     def check_layouts(self) -> None:
         """Look where parameters are now; raise ValueError for one that no longer lies in memory as it did."""
-        self.look_again()
         for record in self._records:
-            if (found := Layout.of(record.leaf)) != record.layout:
+            record.look_again()
+            if (found := Layout.of(record.leaf, record.param)) != record.layout:
                 raise ValueError(
                     f"{record.name} was {record.layout} and is now {found}: make the optimizer after converting a model"
                 )

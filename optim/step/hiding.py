@@ -37,12 +37,13 @@ class Schedules:
 
 def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
     """Return the schedule by which a parameter is updated."""
-    blocks = store.blocks
+    on_device = is_device(record.param.device)
+    hides = store.config.hides_steps(on_device=on_device)
     return schedule_of(
         store.config.overlap_step,
-        hides=store.config.hides_steps(on_device=is_device(record.param.device)),
-        hindered=hindrance_in(store, record) is not None,
-        crosses=is_device(record.param.device) and blocks.number_of(record.leaf) >= 0,
+        hides=hides,
+        hindered=hides and hindrance_in(store, record) is not None,
+        crosses=on_device and store.blocks.number_of(record.leaf) >= 0,
     )
 
 

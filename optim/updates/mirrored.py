@@ -167,7 +167,7 @@ class DeviceMirror:
     def copy_back(self, subgroup: Subgroup, mirror: MirroredRuns, param_of: ParamOf, grads: Container[int]) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
         pairs = (
-            (flat_view(param)[run.start : run.stop], mirror.param(run, param.dtype))
+            (run.part(flat_view(param)), mirror.param(run, param.dtype))
             for run in subgroup.runs
             if run.param in grads and _is_there(param := param_of(run.param))
         )
@@ -221,9 +221,9 @@ def _down_pairs(
     for run in subgroup.runs:
         param, grad = param_of(run.param), grads.get(run.param)
         if grad is not None and _is_there(param):
-            yield mirror.param(run, param.dtype), flat_view(param)[run.start : run.stop]
+            yield mirror.param(run, param.dtype), run.part(flat_view(param))
         if grad is not None and _is_there(grad):
-            yield mirror.grad(run, grad.dtype), grad[run.start : run.stop]
+            yield mirror.grad(run, grad.dtype), run.part(grad)
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ class SubgroupStep:
     def _tensors_of(self, run: Run) -> RunTensors:
         subgroup, memory = self.subgroup, self.memory
         copy = self.copies.get(run.param)
-        param, grad = copy or (self.places.view(run), self.grads[run.param][run.start : run.stop])
+        param, grad = copy or (self.places.view(run), run.part(self.grads[run.param]))
         return RunTensors(
             param,
             grad,
