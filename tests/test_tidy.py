@@ -134,8 +134,9 @@ def test_imports_go_one_way(path):
 @functools.cache
 def rooms_of(package):
     """Every module and folder with modules directly in `package`."""
-    files = {path.relative_to(ROOT / package).parts[0] for path in (ROOT / package).rglob("*.py*") if path.is_file()}
-    return {Path(name).stem for name in files if "cache" not in name} - {"__init__"}
+    modules = (path for path in (ROOT / package).rglob("*.py*") if path.suffix in (".py", ".pyi"))
+    files = {path.relative_to(ROOT / package).parts[0] for path in modules}
+    return {Path(name).stem for name in files} - {"__init__"}
 
 
 def imported_rooms(tree, package):
