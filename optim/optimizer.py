@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
@@ -27,7 +26,7 @@ from nvme_offload.optim.access.view import StateView
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.object import Durable
 from nvme_offload.optim.durable.state import DurableState, open_durability
-from nvme_offload.optim.durable.wear import Wear
+from nvme_offload.optim.durable.wear import EnginesOfRun, Wear
 from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
 from nvme_offload.optim.state.choice import CANDIDATES
 from nvme_offload.optim.state.condition import Need, StepPhase
@@ -104,8 +103,8 @@ class OffloadOptimizer(Optimizer):
         """The state itself, for those who save, load and fill it: see `StateBody`."""
         durability = store.durability
         self._commits = Commits(store, durability, norm_group) if isinstance(durability, DurableState) else None
-        self._activations: ActivationSwapper | None = None
-        self._wear = Wear(self.config.zero_optimization.offload_optimizer, store, lambda: self._engine_stats)
+        self._engines = EnginesOfRun(store)
+        self._wear = Wear(self.config.zero_optimization.offload_optimizer, store, self._engines)
         self._stepper = Stepper(self.store, self.rule, self._meter, norm_group, self._commits)
         self._plain_modules = PlainModules(self.store)
         self._record = RunRecord(self.store.run_directory, self.config.run_log)
@@ -569,7 +568,7 @@ class OffloadOptimizer(Optimizer):
         return f"{name}\n    rule: {self.rule.name}; {place}\n{groups}"
 
     def _said(self) -> dict[str, Any]:
-        kept = self._activations.stats() if self._activations is not None else None
+        kept = self._engines.activations.stats() if self._engines.activations is not None else None
         return said(type(self).__name__, self.stats(), self.tier_plan, self.config, kept)
 
     @property
@@ -582,19 +581,13 @@ class OffloadOptimizer(Optimizer):
 
         A training engine does this.
         """
-        self._activations = activations
-
-    @property
-    def _engine_stats(self) -> list[EngineStats]:
-        """Counters of each drive engine that works for this run."""
-        tiers = self.store.tier, self._activations.tier if self._activations is not None else None
-        return [tier.stats() for tier in tiers if tier is not None] + self.store.blocks.engine_stats
+        self._engines.count(activations)
 
     def _moved(self) -> DriveTotals:
         """Return what drives have done for this run so far."""
-        counted, blocks = self._engine_stats, self.store.blocks.stats()
+        counted, blocks, activations = self._engines.stats(), self.store.blocks.stats(), self._engines.activations
         waits = [blocks.get(f"{kind}_wait_seconds", 0.0) for kind in ("param", "grad")]
-        waits += [self._activations.stats().seconds_waiting] if self._activations is not None else []
+        waits += [activations.stats().seconds_waiting] if activations is not None else []
         return DriveTotals(
             sum(engine.bytes_read + engine.bytes_written for engine in counted),
             sum(engine.busy_ns for engine in counted) / 1e9 / self.config.aio.rings,

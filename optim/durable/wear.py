@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nvme_offload.aio_native import EngineStats
+from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.section import MAX_PERIOD, OffloadOptimizerConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, costs_of
 from nvme_offload.offload.host.available_memory import ranks_on_host
@@ -25,15 +25,28 @@ class _Moment(NamedTuple):
     written: int
 
 
+class EnginesOfRun:
+    """The drive engines that work for a run: of its state, of parameters and gradients, of activations."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self.activations: ActivationSwapper | None = None
+        """Keeps the activations of the model that is trained."""
+
+    def count(self, activations: ActivationSwapper) -> None:
+        """Count what moves activations, too."""
+        self.activations = activations
+
+    def stats(self) -> list[EngineStats]:
+        """Return the counters of each."""
+        tiers = self._store.tier, self.activations.tier if self.activations is not None else None
+        return [tier.stats() for tier in tiers if tier is not None] + self._store.blocks.engine_stats
+
+
 class Wear:
-    """Watches what is written from the first step on, and warns once if it is more than the section allows.
+    """Watches what is written from the first step on, and warns once if it is more than the section allows."""
 
-    `engines` returns the counters of all that write for this run.
-    """
-
-    def __init__(
-        self, section: OffloadOptimizerConfig, store: StateStore, engines: Callable[[], list[EngineStats]]
-    ) -> None:
+    def __init__(self, section: OffloadOptimizerConfig, store: StateStore, engines: EnginesOfRun) -> None:
         self._section = section
         self._store = store
         self._engines = engines
@@ -95,7 +108,7 @@ class Wear:
     @property
     def _written(self) -> int:
         """Bytes of all kinds that went to drives so far."""
-        return sum(engine.bytes_written for engine in self._engines())
+        return sum(engine.bytes_written for engine in self._engines.stats())
 
     @property
     def _size(self) -> DurableBytes:
