@@ -9,21 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def pytest_of_kernels(*arguments):
-    suite = "perf/benchmarks/bench_kernel.py"
-    command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "--bench-size=4MiB", *arguments]
+def test_all_of_them_run_and_their_results_are_saved(tmp_path):
+    file, suite = tmp_path / "kernels.json", "perf/benchmarks/bench_kernel.py"
+    options = ["-q", "-p", "no:cacheprovider", "--bench-size=4MiB", "--benchmark-only", f"--benchmark-json={file}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "pytest", suite, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def test_all_of_them_run():
-    pytest_of_kernels("--benchmark-disable")
-
-
-def test_results_are_saved(tmp_path):
-    file = tmp_path / "kernels.json"
-    pytest_of_kernels("--benchmark-only", "-k", "test_grad_norm", f"--benchmark-json={file}")
     document = json.loads(file.read_text())
     assert all(each["stats"]["rounds"] == 5 for each in document["benchmarks"])
     assert all(each["extra_info"]["size_bytes"] > 0 for each in document["benchmarks"])
