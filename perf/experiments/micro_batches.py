@@ -12,6 +12,7 @@ import typer
 
 from nvme_offload import OffloadConfig, initialize
 from nvme_offload.optim.telemetry.stats import OptimizerStats
+from nvme_offload.perf.experiments.durable import runs_removed, unused_name
 from nvme_offload.perf.measure.command_line import Folder, SaveTo
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
@@ -19,7 +20,7 @@ from nvme_offload.perf.measure.sections import section
 from nvme_offload.perf.measure.training import layered_model
 
 _WARM_STEPS = 2
-_STATE_BYTES = 11
+_STATE_BYTES, _DURABLE_BYTES = 11, 24
 _LEAST_BUFFER = 1 << 20
 
 
@@ -32,25 +33,29 @@ def micro_batches(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
     order: Annotated[list[str] | None, typer.Option(help="micro_batch_order; repeat it. By default both.")] = None,
     in_backward: Annotated[bool, typer.Option(help="Update blocks in backward, without clipping.")] = False,
+    rewrite_every: Annotated[int, typer.Option(min=0, help="Make the run durable with this period; 0: it is not.")] = 0,
     save_to: SaveTo = None,
 ) -> None:
     """Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one."""
     numel = 8 * width**2
-    state = {"buffer_count": 2, "staging_budget": 2 * max(_STATE_BYTES * numel, _LEAST_BUFFER)}
+    held = _STATE_BYTES if not rewrite_every else _DURABLE_BYTES
+    state: dict[str, Any] = {"buffer_count": 2, "staging_budget": 2 * max(held * numel, _LEAST_BUFFER)}
     more: dict[str, Any] = {"gradient_accumulation_steps": count, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
     if in_backward:
         more |= {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
-    config = section(path, state=state, params=2, grads=2, **more)
 
     def outcomes() -> Iterator[Row]:
         for each in order or ("horizontal", "vertical"):
             torch.manual_seed(0)
             batches = torch.randn(count, tokens, width)
-            asked = OffloadConfig.of({**config, "micro_batch_order": each})
+            lasts = {"durable": unused_name(), "rewrite_every": rewrite_every} if rewrite_every else {}
+            config = section(path, state={**state, **lasts}, params=2, grads=2, micro_batch_order=each, **more)
+            asked = OffloadConfig.of(config)
             yield measured(f"{each}, {count}", asked, layers, width, batches, steps)
 
     title = "Bytes per parameter and step by the order of micro-batches, everything on NVMe"
-    run_experiment("micro-batches", title, outcomes(), path=path, save_to=save_to)
+    with runs_removed(path):
+        run_experiment("micro-batches", title, outcomes(), path=path, save_to=save_to)
 
 
 def measured(name: str, config: OffloadConfig, layers: int, width: int, batches: torch.Tensor, steps: int) -> Row:
