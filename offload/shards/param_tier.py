@@ -151,13 +151,13 @@ class ParamTier:
         try:
             if gather not in self._gathers:
                 self._gathers.append(gather)
+            self._latest = gather  # first: who finds a buffer for it ends all others
             if gather not in block.holders:
                 self.cache.hold(block, by=gather, is_new=is_new)
         except BaseException:
             self._let_go(gather)
             raise
         gather.asked.add(shard)
-        self._latest = gather
         if self._keeps and self._kept is not block:
             self._keep(block)
 

@@ -97,6 +97,14 @@ def test_a_gather_ahead_that_is_answered_late_keeps_its_block(make_tier):
     assert len(first) == 2
 
 
+def test_a_gather_that_needs_the_buffer_of_a_stale_one_holds_its_own(make_tier):
+    _, places = make_tier()
+    for number in range(4):
+        seen = places[number][0].gather()
+        assert places[number][0].block.holds == 1
+        assert torch.equal(seen, numbers(number, 0))
+
+
 def test_changes_are_kept_and_padding_is_zero(make_tier):
     tier, places = make_tier()
     tier.cache.synchronize()
