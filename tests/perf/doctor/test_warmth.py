@@ -1,4 +1,4 @@
-"""How warm a drive is, as its driver tells everybody."""
+"""The driver of a drive tells everybody how warm it is, and doctor notes a hot one."""
 
 import os
 
