@@ -45,10 +45,9 @@ def bench(
         str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="Engine that does the I/O.")
     ] = (AIO.engine),
     direct: Direct = AIO.direct,
-    runtime: Annotated[float, typer.Option(help="Seconds for each direction, in short passes.")] = 5.0,
-    duration: Annotated[
-        float, typer.Option(help="Seconds for each direction without a pause; shows caches that fill and heat.")
-    ] = 0.0,
+    runtime: Annotated[
+        float, typer.Option(help="Seconds for each direction; 600 shows a cache that fills, and heat.")
+    ] = 5.0,
     rw: Annotated[
         RwChoice, typer.Option(help="Directions; mixed reads and writes 1:1, as an optimizer step does.")
     ] = "all",
@@ -72,7 +71,6 @@ def bench(
         target=target,
         directions=every if rw == "all" else (rw,),
         runtime=runtime,
-        duration=duration,
         quads=(QUADS if quads is None else quads) if compare_fio else 0,
     )
     if quads is not None and not compare_fio:

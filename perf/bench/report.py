@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nvme_offload.offload.units import GB, MiB, format_bytes
+from nvme_offload.offload.units import GB, MiB, format_bytes, format_rate
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
 from nvme_offload.perf.measure.machine import describe
@@ -16,6 +16,10 @@ from nvme_offload.perf.measure.workloads import STEPS_PER_PASS, Sample
 
 HEAD = ("rw", "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "max", "CPU s/GB")
 PERCENTILES = (50, 95, 99, 99.9, 100)
+LEAST_PASSES, LEAST_DROP = (
+    8,
+    0.2,
+)  # a drive became slow: by this share from the first quarter of so many passes to the last
 
 
 def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
@@ -39,7 +43,17 @@ def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
         "num_samples": len(samples),
         "total_bytes": bytes_moved,
         "total_seconds": sum(sample.seconds for sample in samples),
+        "became_slow": became_slow([sample.bw_bytes for sample in samples]),
     }
+
+
+def became_slow(rates: Sequence[float]) -> dict[str, float] | None:
+    """Medians of the first and the last quarter of the passes, where the last is much slower: a full cache, or heat."""
+    quarter = len(rates) // 4
+    if len(rates) < LEAST_PASSES:
+        return None
+    first, last = median(rates[:quarter]), median(rates[-quarter:])
+    return {"first_bw_bytes": first, "last_bw_bytes": last} if last <= (1 - LEAST_DROP) * first else None
 
 
 def describe_latest(comparison: Comparison) -> str:
@@ -80,7 +94,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         for rw, result in document["results"].items():
             cost = result["summary"]["cpu_us_per_mib"]
             console.print(f"{rw}: {cost:.2f} us of processor time per MiB block", highlight=False)
-    for line in [*series_lines(document), *comparison_lines(document)]:
+    for line in [*slow_lines(document), *comparison_lines(document)]:
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -101,9 +115,14 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def series_lines(document: dict[str, Any]) -> list[str]:
-    """Return what loads without a pause have shown, direction by direction."""
-    return [words for result in document["results"].values() for words in result.get("found", {}).get("words", [])]
+def slow_lines(document: dict[str, Any]) -> list[str]:
+    """A line for each direction in which the drive became slow."""
+    return [
+        f"{rw}: from {format_rate(slow['first_bw_bytes'])} to {format_rate(slow['last_bw_bytes'])}: "
+        "a cache is full, or the drive is hot; plan with the second"
+        for rw, result in document["results"].items()
+        if (slow := result["summary"]["became_slow"])
+    ]
 
 
 def comparison_lines(document: dict[str, Any]) -> list[str]:
@@ -125,10 +144,7 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
     """A document of `offload bench` without single passes and runs: what is kept in a file."""
-    parts = ("summary", "series", "found")
-    results = {
-        rw: {part: result[part] for part in parts if part in result} for rw, result in document["results"].items()
-    }
+    results = {rw: {"summary": result["summary"]} for rw, result in document["results"].items()}
     kept = {**document, "results": results}
     for rw, compared in document.get("comparison", {}).items():
         if isinstance(compared, dict):
@@ -143,5 +159,5 @@ def summarized(document: dict[str, Any]) -> dict[str, Any]:
 def markdown(document: dict[str, Any]) -> str:
     """A document of `offload bench` as a Markdown page."""
     title = f"offload bench: {document['config']['target']}, engine {document['engine']['name']}"
-    notes = [*series_lines(document), *comparison_lines(document)]
+    notes = [*slow_lines(document), *comparison_lines(document)]
     return page(title, document["environment"], HEAD, rows_of(document), notes)

@@ -8,13 +8,11 @@ from typing import Any, Literal
 
 from nvme_offload.aio_native.registry import ENGINES, REGISTRY
 from nvme_offload.offload.progress import progress, say
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
-from nvme_offload.perf.bench.series import found_in, measure_series
 from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
 from nvme_offload.perf.measure.comparison import Case, Comparison
-from nvme_offload.perf.measure.drives import drive_of, temperature
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.workloads import (
     MIN_STEP_STAGING_BYTES,
@@ -28,7 +26,7 @@ from nvme_offload.perf.measure.workloads import (
 TargetName = Literal["raw", "step"]
 
 MAX_QUADS = 10_000
-LEAST_DURATION, MAX_DURATION = 1, 7 * 86400
+LONGEST_PASS = 4 * GiB  # a long run has many passes, so that a drive that becomes slow is seen
 LEAST_SHARE_OF_STEP = 0.90
 """Least share of fio for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
 
@@ -41,7 +39,6 @@ class Plan:
     target: TargetName
     directions: tuple[Rw, ...]
     runtime: float  # seconds of passes in each direction; at least one pass
-    duration: float = 0.0  # seconds without a pause in each direction, as a series; 0 is passes for `runtime` instead
     quads: int = 0  # quads against fio in each direction; 0 leaves fio out
 
     @property
@@ -59,7 +56,6 @@ def check(plan: Plan) -> None:
     if not plan.runtime >= 0:  # so that nan is refused, too
         raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     _check_target(plan)
-    _check_duration(plan)
     if plan.quads:
         find_fio()
         if len(settings.paths) > 1:
@@ -77,15 +73,6 @@ def _check_target(plan: Plan) -> None:
     least = 8 * MIN_STEP_STAGING_BYTES
     if plan.target == "step" and settings.size < least:
         raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
-
-
-def _check_duration(plan: Plan) -> None:
-    if plan.duration == 0:
-        return
-    if not LEAST_DURATION <= plan.duration <= MAX_DURATION:  # so that nan is refused, too
-        raise KnobError("duration", f"{plan.duration} seconds; choose {LEAST_DURATION} to {MAX_DURATION}")
-    if plan.target != "raw" or plan.quads:
-        raise KnobError("duration", "a series is of the engine alone: use --target raw, without --compare-fio")
 
 
 def space_needed(plan: Plan) -> dict[Path, int]:
@@ -117,8 +104,7 @@ def run_bench(plan: Plan) -> dict[str, Any]:
         target.prepare()
         document["verified"] = plan.settings.ioengine != "null"
         for rw in plan.directions:
-            take = measured_series if plan.duration else measured_passes
-            document["results"][rw] = take(target, plan, rw)
+            document["results"][rw] = measured_passes(target, plan, rw)
         if plan.quads:
             document["comparison"] = compare_with_fio(target, plan)
     return document
@@ -127,34 +113,17 @@ def run_bench(plan: Plan) -> dict[str, Any]:
 def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
     """The result of one direction: passes over the region until the time is used up, and what they come to."""
     samples: list[Sample] = []
-    target.run(rw, plan.pass_bytes)  # not counted: the first pass in a direction also warms up
+    size_bytes = plan.pass_bytes if plan.target == "step" else min(plan.pass_bytes, LONGEST_PASS)
+    target.run(rw, size_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime
     say(f"{rw} ...")
     with progress(rw, plan.runtime) as advance:
         while not samples or time.monotonic() < deadline:
-            samples.append(target.run(rw, plan.pass_bytes))
+            samples.append(target.run(rw, size_bytes))
             advance(samples[-1].seconds)
     return {
         "samples": [asdict(sample) | {"bw_bytes": sample.bw_bytes} for sample in samples],
         "summary": summary(samples, plan.settings),
-    }
-
-
-def measured_series(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
-    """The result of one direction: a load without a pause, second by second, and what it shows."""
-    settings = plan.settings
-    drives = [drive for path in settings.paths if (drive := drive_of(path))]
-    disks = list(dict.fromkeys(disk for drive in drives for disk in drive.disks))
-
-    def warmth() -> float | None:
-        return max((found for disk in disks if (found := temperature(disk)) is not None), default=None)
-
-    least = settings.transfer_bytes * settings.num_buffers
-    points, samples = measure_series(target, rw, plan.duration, least, warmth)
-    return {
-        "series": [asdict(point) for point in points],
-        "found": found_in(points, rw),
-        "summary": summary(samples, settings),
     }
 
 

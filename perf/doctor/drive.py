@@ -70,5 +70,5 @@ def check_warmth(drive: Drive) -> Iterator[Finding]:
         found = saw("warmth", f"{disk}: {now:.0f} °C", disk=disk, temperature=now)
         if now >= HOT:
             meaning = "drives go slower when they are hot, and a run keeps them busy"
-            found = found.note(meaning, "give it air or a heat sink; offload bench --duration 600 shows what it costs")
+            found = found.note(meaning, "give it air or a heat sink; offload bench --runtime 600 shows what it costs")
         yield found

@@ -109,10 +109,10 @@ class Machine:
 
 
 def _rate(result: Mapping[str, Any]) -> float:
-    """Bytes per second of all passes together; of a load without a pause those of its end, past caches and heat."""
+    """Bytes per second of all passes together; of a drive that became slow those of its end, past caches and heat."""
     summary = result["summary"]
-    of_end = result.get("found", {}).get("last_bw_bytes")
-    rate = float(summary["total_bytes"] / summary["total_seconds"] if of_end is None else of_end)
+    slow = summary.get("became_slow")
+    rate = float(slow["last_bw_bytes"] if slow else summary["total_bytes"] / summary["total_seconds"])
     if not 0 < rate < inf:
         raise ValueError(f"{rate} bytes per second")
     return rate
@@ -151,7 +151,7 @@ CATALOGUE = {
     "gen5-enterprise-mixed": _drive(14, 10, 3.2, 17520),
 }
 """Names of classes. Of consumer drives the write rate is that after the cache, as tests of such drives have it. A drive
-at hand is measured: `offload bench --duration`."""
+at hand is measured: `offload bench --runtime 600`."""
 
 
 def drives_of(text: str, terabytes_written: float | None = None) -> tuple[Drives, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nvme_offload.perf.bench.report import became_slow, slow_lines
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.plan.machine import CATALOGUE, Drives, MachineError, drives_of
 from tests.perf.documents import write_bench
@@ -54,6 +55,19 @@ def test_the_command_takes_a_class_in_place_of_rates():
     assert "give one" in done.output
 
 
-def test_of_a_load_without_a_pause_its_end_is_planned_with(tmp_path):
-    result = {"summary": {"total_bytes": 6e9, "total_seconds": 1.0}, "found": {"last_bw_bytes": 1e9}}
-    assert Drives.of_bench(write_bench(tmp_path / "bench.json", result)).write == 1e9
+@pytest.mark.parametrize(
+    ("rates", "planned"),
+    [
+        ([3e9] * 20 + [1e9] * 20, 1e9),
+        ([3e9] * 36 + [2.6e9] * 12, 2.9e9),  # less than a fifth slower: the weather
+        ([1e9] * 4 + [3e9] * 4, 2e9),  # faster
+        ([3e9] * 3 + [1e9] * 3, 2e9),  # too few to tell
+    ],
+)
+def test_of_a_drive_that_became_slow_its_end_is_planned_with(tmp_path, rates, planned):
+    summary = {"total_bytes": sum(rates), "total_seconds": len(rates), "became_slow": became_slow(rates)}
+    assert (": from 3.00 GB/s to 1.00 GB/s: " in "".join(slow_lines({"results": {"write": {"summary": summary}}}))) == (
+        planned == 1e9
+    )
+    result = {"summary": summary}
+    assert Drives.of_bench(write_bench(tmp_path / "bench.json", result)).write == planned
