@@ -25,7 +25,7 @@ from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import sums_from_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_early
+from nvme_offload.optim.step.schedule import IN_BACKWARD, InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.parts import ShardParts, parts_of
@@ -135,8 +135,6 @@ class FinalGradients:
     """Notices when a gradient is final, and has its parameter's subgroups updated.
 
     Args:
-        guesses: of what steps multiply gradients by. What is begun with a wrong one, or would be an error because of
-            what somebody did after backward, is taken back. None: nothing is guessed.
         commits: of a durable run on several ranks: none of them writes before all know of the latest one.
     """
 
@@ -146,7 +144,6 @@ class FinalGradients:
         meter: Meter,
         rule: UpdateRule,
         schedules: Schedules,
-        guesses: Guesses | None = None,
         commits: StepCommits | None = None,
     ) -> None:
         self.backward = Backward((store.config.gradient_accumulation_steps or 1) == 1)
@@ -154,8 +151,9 @@ class FinalGradients:
         self._meter = meter
         self._rule = rule
         self._schedules = schedules
-        self._guesses = guesses
-        self._commits = commits
+        # What is begun with a wrong guess, or would be an error because of what came after backward, is taken back.
+        self._guesses = Guesses() if store.config.overlap_step == "speculate" else None
+        self._commits = commits if self.is_asked else None
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
         self._inbox: Inbox | None = None
@@ -167,17 +165,20 @@ class FinalGradients:
         self._num_early: int | None = None
 
     @property
-    def is_last_backward(self) -> bool:
-        """Whether the backward that runs, or runs next, is the last one of its step."""
-        return self.backward.is_last
+    def is_asked(self) -> bool:
+        """Whether the section asks for updates in backward; nothing begins there if it does not."""
+        return self._store.config.overlap_step in IN_BACKWARD
 
     def expect_step(self, backward: Backward) -> None:
         """Know what backward comes next."""
         self.backward = backward
-        self._store.blocks.keep_gathered(backward.by_turns)
+        if self.is_asked:
+            self._store.blocks.keep_gathered(backward.by_turns)
 
     def catch_up(self) -> None:
         """Update what is final in `StepJob.take_turn`. No backward is under way."""
+        if not self.is_asked:
+            return
         self._hand_in_held()
         worker = self._store.worker
         while self._begun is not None and worker.take_turn():
@@ -186,6 +187,8 @@ class FinalGradients:
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Look at the gradients of all parameters of these groups when they arrive."""
+        if not self.is_asked:
+            return
         self._groups = groups
         for param in (param for group in groups for param in group["params"]):
             record = self._store.table.of(param)
@@ -202,7 +205,7 @@ class FinalGradients:
     def begins_next(self) -> bool:
         """Whether the next step begins in backward."""
         if self._guesses is None:
-            return True
+            return self.is_asked
         return self._guesses.factor is not None and not self._is_taken_back
 
     def arrive(self, leaf: torch.Tensor) -> None:
@@ -220,7 +223,7 @@ class FinalGradients:
         if begun is not None and record.index in begun.claims.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.is_last_backward and self.begins_next and not self.must_agree and self._may_begin(record)
+        may_begin = self.backward.is_last and self.begins_next and not self.must_agree and self._may_begin(record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         if whole is None:
@@ -243,7 +246,7 @@ class FinalGradients:
     def _may_begin(self, record: ParamRecord) -> bool:
         blocks = self._store.blocks
         is_own = self.backward.by_turns or not blocks.takes_turns(blocks.number_of(record.leaf))
-        return is_own and self._schedules.of(record.index) in ("backward", "speculate")
+        return is_own and self._schedules.of(record.index) in IN_BACKWARD
 
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""
@@ -283,6 +286,8 @@ class FinalGradients:
 
         It raises StateError if a hyperparameter or a gradient has changed; guessed updates are taken back instead.
         """
+        if not self.is_asked:
+            return
         self._drop_held()
         self._store.blocks.keep_gathered(False)
         begun = self._begun
@@ -348,6 +353,8 @@ class FinalGradients:
     def drop_begun(self) -> None:
         """Give up the step that began in backward, and take back what was guessed; else only a checkpoint leads on."""
         store = self._store
+        if not self.is_asked:
+            return
         self._drop_held()
         store.blocks.keep_gathered(False)
         if self._guess is not None:

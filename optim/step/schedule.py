@@ -14,6 +14,9 @@ from typing import Generic, Protocol, TypeVar
 from nvme_offload.optim.state.asked import OverlapStep as OverlapStep
 from nvme_offload.optim.state.slots import SlotRecord
 
+IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
+"""Schedules of which a step begins in backward."""
+
 S = TypeVar("S")
 """A subgroup: its slot, or whatever stands for it."""
 S_co = TypeVar("S_co", covariant=True)

@@ -24,7 +24,6 @@ from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.final_gradients import Backward, FinalGradients, StepCommits
-from nvme_offload.optim.step.guess import Guesses
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import clip_coefficient, sums_from_device, total_norm
@@ -66,24 +65,18 @@ class Stepper:
         self._norm_group = norm_group
         self._commits = commits
         self.schedules = Schedules(store)
-        guesses = Guesses() if store.config.overlap_step == "speculate" else None
         self._said: set[str] = set()
         several = dist.is_initialized() and dist.get_world_size() > 1
-        begins = store.config.overlap_step in ("backward", "speculate")
-        agreeing = commits if several else None
-        self.final = FinalGradients(store, meter, rule, self.schedules, guesses, agreeing) if begins else None
+        self.final = FinalGradients(store, meter, rule, self.schedules, commits if several else None)
         """Begins the updates in backward, where the section asks for that."""
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take these as the optimizer's groups from now on; their parameters stay where they are."""
         self.schedules.decide()
-        if self.final is not None:
-            self.final.watch(groups)
+        self.final.watch(groups)
 
     def expect_step(self, after_next_backward: bool, *, by_turns: bool = False) -> None:
         """See `OffloadOptimizer.expect_step`."""
-        if self.final is None:
-            return
         if after_next_backward and self.final.must_agree:
             with self._store.at_rest():
                 self._settle_commit()
@@ -91,8 +84,7 @@ class Stepper:
 
     def catch_up(self) -> None:
         """See `OffloadOptimizer.catch_up`."""
-        if self.final is not None:
-            self.final.catch_up()
+        self.final.catch_up()
 
     def _settle_commit(self) -> None:
         """Know whether the commit of the step before lasts. Collective where several ranks step together."""
@@ -101,8 +93,7 @@ class Stepper:
 
     def drop_begun(self) -> None:
         """See `FinalGradients.drop_begun`."""
-        if self.final is not None:
-            self.final.drop_begun()
+        self.final.drop_begun()
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
         """Update every parameter of the groups that has a gradient.
@@ -157,16 +148,15 @@ class Stepper:
     ) -> None:
         store = self._store
         grads = self._collect_grads(members)
-        if self.final is not None:
-            self.final.check(groups, grads)
+        self.final.check(groups, grads)
         self.had_gradients = bool(grads)
         if not grads and self._norm_group is None:
             return
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
-        if self.final is not None and self.final.is_last_backward and self.final.must_agree:
+        if self.final.backward.is_last and self.final.must_agree:
             self._say_that_nobody_agreed()
         self._settle_commit()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
-        begun = self.final.begun(grad_scale) if self.final is not None and grads else None
+        begun = self.final.begun(grad_scale) if grads else None
         if not grads or grad_scale is None:
             return
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
@@ -233,7 +223,7 @@ class Stepper:
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float | None:
         store = self._store
-        known = dict(self.final.sums) if self.final is not None else {}
+        known = dict(self.final.sums)
         if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
             with self._meter.waiting("device"):
                 store.blocks.land_gradients()
@@ -385,9 +375,8 @@ class Stepper:
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
         let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
         # Subgroups as the next step will probably go through them.
-        following = forward_order(record.order, store.uses.ranks) if self.final is not None else list(record.order)
-        begins = self.final is not None and self.final.begins_next
-        first = first_of_next(following, begins_in_backward=begins)
+        following = forward_order(record.order, store.uses.ranks) if self.final.is_asked else list(record.order)
+        first = first_of_next(following, begins_in_backward=self.final.begins_next)
         schedule = Behind(following, began_in_backward=bool(record.done))
         job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.

@@ -14,7 +14,6 @@ from nvme_offload.perf.plan.placing import PlacedJob
 from nvme_offload.perf.plan.traffic import PHASES, Phase, StepTraffic, Traffic
 
 OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
-IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")
 

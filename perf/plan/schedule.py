@@ -15,6 +15,7 @@ from itertools import islice
 
 from nvme_offload.optim.state.visits import leaving, may_write, window_of
 from nvme_offload.optim.step.schedule import (
+    IN_BACKWARD,
     LOOK_AHEAD,
     Behind,
     InBackward,
@@ -26,7 +27,7 @@ from nvme_offload.optim.step.schedule import (
     learnt_early,
     next_update,
 )
-from nvme_offload.perf.plan.iteration import IN_BACKWARD, PARTS, IterationTime, Part, Work
+from nvme_offload.perf.plan.iteration import PARTS, IterationTime, Part, Work
 
 _WARM_UP_ITERATIONS, _COUNTED_ITERATIONS = 2, 4  # the second is even: directions alternate
 _SAME_MOMENT = 1e-12

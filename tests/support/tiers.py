@@ -112,8 +112,8 @@ def be_eager(patch):
 
 def wait_for_guessed(optimizer):
     """Wait until backward has updated something, where it guesses; whether it has."""
-    store, final = optimizer.store, optimizer._stepper.final
-    if final is None or store.record is None or store.record.phase.name != "BEGUN":
+    store = optimizer.store
+    if store.record is None or store.record.phase.name != "BEGUN":
         return False
     worker, job, idle = store.worker, store.worker.job, []
     guess = job.source and job.source.guess
