@@ -345,16 +345,21 @@ class ActivationStore:
     # Out of memory
 
     def _make_room(self) -> None:
-        """Wait until what is held is within the budget; raise what kept the rest from being written."""
+        """Wait until what is held is within the budget; raise what kept the rest from being written.
+
+        What failed before is no reason: until a write fails now, the next one is tried when a copy has ended.
+        """
+        before = self._refusal
         self._send_off()
         start = time.perf_counter()
         while self._stats.held_bytes > self._stats.host_budget and self._leaving:
             self._changed.wait(_LOOK_AGAIN_SECONDS)
-            if self._refusal is None:
+            if self._refusal is None or self._refusal is before:
                 self._send_off()
         self._stats.add(seconds_waiting_write=time.perf_counter() - start)
-        if self._refusal is not None and self._stats.held_bytes > self._stats.host_budget:
-            raise self._no_room(self._refusal)
+        refusal = self._refusal if self._refusal is not before else None
+        if refusal is not None and self._stats.held_bytes > self._stats.host_budget:
+            raise self._no_room(refusal)
 
     def _no_room(self, refusal: Exception) -> Exception:
         said = _anew(refusal)
@@ -406,8 +411,9 @@ class ActivationStore:
         _, refusal = _outcome(transfer)  # the swapper has logged it
         with self._changed:
             self._bury()
-            self._refusal = refusal
             record = self._records.get(number)
+            if refusal is None or record is not None:  # what nobody wants any more may fail
+                self._refusal = refusal
             if self._leaving.pop(number, None) is not None and record is not None and record.holder is not None:
                 record.become(ActivationResidency.MEMORY, record.holder.memory)
                 self._queue[number] = None

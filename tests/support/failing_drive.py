@@ -1,5 +1,6 @@
 """A drive that fails, and is well again; and one of an exact rate."""
 
+import errno
 import os
 import weakref
 
@@ -18,13 +19,21 @@ def flip_bit(path, offset):
         os.fsync(file.fileno())
 
 
-class Failing:
-    """Makes the operations of one direction fail from the `first` on, until it is repaired; or a `number` of them."""
+FAILS_WITH = {errno.EIO: "/proc/self/mem", errno.ENOSPC: "/dev/full"}
+"""Files whose transfers fail so at the offsets of small swap files: low addresses are never mapped."""
 
-    def __init__(self, tier, monkeypatch, op, first=1, number=None):
+
+class Failing:
+    """Makes the operations of one direction fail from the `first` on, until it is repaired; or a `number` of them.
+
+    They fail with EBADF, or one of `FAILS_WITH`.
+    """
+
+    def __init__(self, tier, monkeypatch, op, first=1, number=None, code=errno.EBADF):
         self.healthy, self.op, self.left = False, op, first
-        # A descriptor that is open for the other direction: EBADF, where completions come from.
-        self._bad_fd = os.open(os.devnull, os.O_WRONLY if op is Op.READ else os.O_RDONLY)
+        # Without a file that fails, a descriptor that is open for the other direction.
+        flags = os.O_RDWR if code in FAILS_WITH else os.O_WRONLY if op is Op.READ else os.O_RDONLY
+        self._bad_fd = os.open(FAILS_WITH.get(code, os.devnull), flags)
         weakref.finalize(self, os.close, self._bad_fd)
         start = tier._start
 

@@ -1,14 +1,16 @@
 """A drive that fails, or is full: an error where a tensor has no place, the right gradients everywhere else."""
 
+import errno
 import logging
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from nvme_offload import ActivationSwapper, FaultSpec, OutOfSpaceError, SwapIOError
-from tests.support.activations import KiB, Layers, batch, gradients, section, train_once
+from tests.support.activations import KEEPS, Attending, KiB, Layers, batch, gradients, section, train_once
 from tests.support.failing_drive import Failing, Op
 from tests.support.own_resources import Resources
 from tests.support.sandbox import can_mount, run_python
@@ -33,30 +35,38 @@ def attempt(model, swapper):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def fresh():
+def fresh(make=Layers):
     torch.manual_seed(0)
-    return Layers()
+    return make()
 
 
-@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
-def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, expected, op):
+@pytest.mark.parametrize("keep", ["all", pytest.param("attention", marks=pytest.mark.slow), "boundaries"])
+@pytest.mark.parametrize(("op", "code"), [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)])
+def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, op, code, keep):
     """One that fails ahead of its time is an error when it is wanted; a write that fails is one if it must leave."""
-    outcomes = []
-    for first in range(1, 22):
-        model = fresh()
-        with monkeypatch.context() as patch, ActivationSwapper(section(tmp_path), model=model) as swapper:
-            drive = Failing(swapper.tier, patch, op, first, number=1)
+    make, config = partial(Attending, 4), section(tmp_path, keep, host_budget=32 * KiB)
+    expected = gradients(make, train_once)[0]
+    before, outcomes, first = Resources.steady(), [], 1
+    while True:
+        model = fresh(make)
+        with monkeypatch.context() as patch, ActivationSwapper(config, model=model) as swapper:
+            drive = Failing(swapper.tier, patch, op, first, number=1, code=code)
             found = attempt(model, swapper)
-            drive.healthy = True
+            if drive.left > 0:
+                break  # every transfer of an iteration has failed once
             outcomes.append(found is None)
             if found is not None:
                 assert_same_bits(found, expected)
             assert_same_bits(attempt(model, swapper), expected)
             assert swapper.stats().num_kept == swapper.stats().held_bytes == 0
+        first += 1
+    del drive
     assert any(outcomes)
+    assert list(tmp_path.iterdir()) == []
+    assert not Resources.settled(before).beyond(before)
 
 
-@pytest.mark.parametrize("keep", ["all", "boundaries"])
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("kind", ["eio", "enospc"])
 def test_faults_from_seeds_are_never_silent(tmp_path, expected, kind, keep):
     outcomes = []
