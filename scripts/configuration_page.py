@@ -56,36 +56,43 @@ queue_depth = 32
 path_weights = [2, 1]
 ```
 
-Bytes are a whole number or a string with a unit: KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB
-are powers of 1000. Anything wrong is one `ConfigError` (a `ValueError`) that lists every problem with its full
-key, its value and what to write instead: what is out of range, what does not go together, what is not done here. An
-unknown key is such a problem; at the top level only where it is nearly one that is known, for there DeepSpeed ignores
-others, and a warning names them. `null` is a section that is not there.
+Bytes are a whole number, or a string with a unit. KiB, MiB, GiB and TiB are powers of 1024; KB, MB,
+GB and TB are powers of 1000. `null` means that the section is not there.
 
-A section that was written for DeepSpeed is taken at its word: each of its keys is honoured (the tables of the
-sections), accepted with a warning that says why it has [no meaning here](#deepspeed-keys-without-meaning-here), or
-[refused](#keys-that-are-refused) with what to write instead.
+If anything is wrong, one `ConfigError` (a `ValueError`) lists every problem: the full key, its
+value, and what to write instead. An unknown key is an error inside a section. At the top level it
+is an error only if it looks like a known key; a warning names the others, because DeepSpeed ignores
+them.
 
-Hugging Face's `"auto"` is resolved by
+A section that was written for DeepSpeed is taken at its word. Each of its keys is honoured (see the
+tables of the sections), accepted with a warning that says why it has [no meaning
+here](#deepspeed-keys-without-meaning-here), or [refused](#keys-that-are-refused) with what to write
+instead.
+
+This call resolves Hugging Face's `"auto"`:
 
 ```python
 config = OffloadConfig.from_training_arguments("ds_config.json", args, num_training_steps=1000)
 ```
 
-with the values that `Trainer` puts in its place: batch sizes and accumulation, clipping, learning rate, betas, epsilon,
-weight decay, the ends of a schedule, `fp16` and `bf16`. A section without `optimizer` gets AdamW with them, and a key
-that says something else than `args` is an error, as there. Where nobody resolves it, `"auto"` means the default of this
-page, and one `ConfigWarning` lists the keys of which this is so.
+It takes the values that `Trainer` puts in its place: batch sizes and accumulation, clipping,
+learning rate, betas, epsilon, weight decay, the ends of a schedule, `fp16` and `bf16`. A section
+without `optimizer` gets AdamW with them. A key that contradicts `args` is an error, as it is in
+`Trainer`. Without this call `"auto"` means the default of this page, and one `ConfigWarning` lists
+these keys.
 
-A file may hold the section inside one table or object named `deepspeed`, with nothing beside it, so that
+A file may hold the section inside one table or object named `deepspeed`, with nothing beside it:
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
-An optimizer by itself reads `zero_optimization`, `offload_gradients`, `host_budget`, `device_budget`, `aio`,
-`gradient_clipping`, `overlap_step` and `skip_non_finite`; `stage` and `gradient_accumulation_steps` only to know what a
-step moves. All the rest is for `nvme_offload.initialize`: where a section that is given to an optimizer or a
-`TensorSwapper` asks for more, one `ConfigWarning` names the keys.
-`OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys, `compute_dtype` and `autocast_dtype`
-say what the precision keys amount to, `optimizer.hyperparameters` are the optimizer's arguments.
+An optimizer without an engine reads `zero_optimization`, `offload_gradients`, `host_budget`,
+`device_budget`, `aio`, `gradient_clipping`, `overlap_step` and `skip_non_finite`. It reads `stage`
+and `gradient_accumulation_steps` only to know what a step moves. All other keys are for
+`nvme_offload.initialize`. If a section that you give to an optimizer or a `TensorSwapper` has such
+keys, one `ConfigWarning` names them.
+
+`OffloadConfig.batch_sizes(world_size)` completes and checks the three batch keys. `compute_dtype`
+and `autocast_dtype` say what the precision keys amount to. `optimizer.hyperparameters` are the
+optimizer's arguments.
 
 | What goes together | `gradient_accumulation_dtype` | `communication_data_type` |
 |---|---|---|
@@ -107,17 +114,18 @@ _SPELLINGS = """\
 _IGNORED = """\
 ## DeepSpeed keys without meaning here
 
-Accepted with one `ConfigWarning` that says why. Where the key column shows a value, only that value is accepted; of a
-section only the keys shown are looked at, in it or, where it has none of them, in the sections inside it; one that is
-left out has the value shown.
+These keys are accepted with one `ConfigWarning` that says why they have no effect. If the key
+column shows a value, only that value is accepted, and it is the default. Of a section only the keys
+shown here are read, in the section itself or, if it has none of them, in the sections inside it.
 
 | Key | Why it has no effect |
 |---|---|"""
 _OTHERWISE = """\
 ## Keys that mean something else in DeepSpeed when they are left out
 
-A section that was written for DeepSpeed and leaves one of these out is told so, in one `ConfigWarning`. It was, where
-it has a key of the table above, another spelling of a key, or `"auto"`, or stands in a table named `deepspeed`.
+If a section was written for DeepSpeed and leaves out one of these keys, one `ConfigWarning` says
+so. A section counts as written for DeepSpeed if it has a key of the table above, another spelling
+of a key, or `"auto"`, or if it stands in a table named `deepspeed`.
 
 | Key | When it is left out |
 |---|---|"""

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
 BEGIN, END = "<!-- generated: python -m scripts.readme_comparison -->", "<!-- end -->"
-WIDTH = 120
+WIDTH = 100
 COLOURS = {"ours": "#e6550d"}
 OTHERS = "#9ecae1"
 

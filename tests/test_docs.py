@@ -94,6 +94,13 @@ def test_links_lead_somewhere(page):
 
 
 @by_page
+def test_prose_has_at_most_100_columns(page):
+    """But for rows of tables, and words and code that cannot be broken."""
+    lines = [line for line in prose(page).splitlines() if not line.startswith(("|", "    "))]
+    assert not [line for line in lines if len(line) > 100 and " " in CODE_SPAN.sub("", line).strip("- ")]
+
+
+@by_page
 def test_named_functions_exist(page):
     for path, name in claims(page):
         assert path.exists(), f"{page.name} names {name} in {path}, which does not exist"
@@ -165,13 +172,9 @@ def test_every_page_is_in_the_index():
     assert not missing, f"docs/README.md does not list {missing}"
 
 
-def runnable(page):
-    """Blocks that begin with three backticks and ``python runnable``, in order."""
-    return [block for block in blocks(page) if block["info"] == "python runnable"]
-
-
-def blocks(page):
-    return list(FENCE.finditer(page.read_text(encoding="utf-8")))
+def blocks(page, info=None):
+    """Blocks that begin with three backticks, and with `info` if that is given, in order."""
+    return [block for block in FENCE.finditer(page.read_text(encoding="utf-8")) if info in (None, block["info"])]
 
 
 def outputs(page):
@@ -208,12 +211,14 @@ def drives(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python runnable")], ids=lambda page: page.name
+)
 def test_code_blocks_run(page, drives):
     """The blocks of a page follow each other, as a reader would type them; nothing is left on the drives."""
     torch.manual_seed(0)
     namespace = {"__name__": page.stem}
-    for block in runnable(page):
+    for block in blocks(page, "python runnable"):
         first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
         code = "\n" * first_line + on_these(drives, block["body"])
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -232,7 +237,7 @@ def test_fragments_run_with_what_a_reader_has_by_then(name, drives, monkeypatch)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     page, names = ROOT / name, {"__name__": "reader"}
     before = FRAGMENTS[name](names, drives[0])
-    for block in fragments(page):
+    for block in blocks(page, "python"):
         names.update(next(before))
         first_line = page.read_text(encoding="utf-8")[: block.start("body")].count("\n")
         with contextlib.redirect_stdout(io.StringIO()):
@@ -240,12 +245,8 @@ def test_fragments_run_with_what_a_reader_has_by_then(name, drives, monkeypatch)
     assert next(before, None) is None, "what comes after the last block"
 
 
-def fragments(page):
-    return [block for block in blocks(page) if block["info"] == "python"]
-
-
 def test_every_fragment_is_run_somewhere():
-    shown = {str(page.relative_to(ROOT)) for page in PAGES if fragments(page)}
+    shown = {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")}
     assert shown == {*FRAGMENTS, *ELSEWHERE}
     assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
 

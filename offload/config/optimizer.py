@@ -92,7 +92,7 @@ class Hyperparameters(Section):
 
 
 class OptimizerParams(Hyperparameters):
-    """Hyperparameters of the optimizer, in torch's spelling; which of them there are depends on `optimizer.type`."""
+    """Hyperparameters, in torch's spelling. `optimizer.type` decides which of them there are."""
 
     muon_lr: float | None = key(None, "a number, 0 or more", "same", shown="lr", ge=0)
     """Read with `type: Muon` only: the learning rate of the matrices in place of `lr`, 0 or more."""
