@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
 from nvme_offload.offload.devices.device import autocast_dtype
+from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
@@ -55,7 +57,7 @@ def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
             _cast_to_own(module, dtype)
     half = next(item.compute for item in plan.parameters.values() if item.compute in SIXTEEN_BITS)
     owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-    latest = _Unrounded()
+    latest = _Unrounded([])
     for module in bordered:
         is_last = any(inner is owners[-1] for inner in module.modules())
         _wrap_forward(module, functools.partial(_in_fp32, without_inputs=half, stays_fp32=is_last, latest=latest))
@@ -172,29 +174,45 @@ def _outermost_within(module: nn.Module, params: set[nn.Parameter]) -> Iterator[
             yield from _outermost_within(child, params)
 
 
-class _Unrounded:
-    """Knows what the fp32 module called last gave before the cast: what the model returns of it is not cast."""
+class _Unrounded(threading.local):
+    """Knows what the fp32 module called last gave before the cast: what the model returns of it is not cast.
 
-    def __init__(self) -> None:
+    In each thread, for forwards of several micro-batches go on by turns. Their blocks are computed in another one:
+    `of_block`, which all threads share, has the addresses of what the latest of them gave after the cast.
+    """
+
+    def __init__(self, of_block: list[int]) -> None:
+        super().__init__()
         self._pairs: list[tuple[Any, Any]] | None = None
+        self._of_block = of_block
 
     def note(self, rounded: Any, exact: Any) -> None:
         """Remember an output and what it was cast from, while the model's forward runs."""
+        leaves, _ = tree_flatten(rounded)
         if self._pairs is not None:
-            self._pairs = list(zip(tree_flatten(rounded)[0], tree_flatten(exact)[0], strict=True))
+            self._pairs = list(zip(leaves, tree_flatten(exact)[0], strict=True))
+        else:
+            self._of_block[:] = _addresses(leaves)
 
     def returned(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model's `forward`."""
+        """Call the model's `forward`; BlockOrderError where it returns what cannot be had without the cast."""
         self._pairs = []
+        self._of_block.clear()
         try:
             output = forward(*args, **kwargs)
             leaves, layout = tree_flatten(output)
+            if self._of_block and not set(self._of_block).isdisjoint(_addresses(leaves)):
+                raise BlockOrderError("the model returns what an fp32 block gives, which is rounded there and not here")
             exact = {id(rounded): exact for rounded, exact in self._pairs}
             if exact.keys().isdisjoint(map(id, leaves)):
                 return output
             return tree_unflatten([exact.get(id(leaf), leaf) for leaf in leaves], layout)
         finally:
             self._pairs = None
+
+
+def _addresses(leaves: Iterable[Any]) -> list[int]:
+    return [leaf.data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _in_fp32(
@@ -249,7 +267,7 @@ def _norm_in_fp32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     leaves, _ = tree_flatten((args, kwargs))
     if all(leaf.device.type == "cpu" for leaf in leaves):
         return forward(*args, **kwargs)
-    return _in_fp32(forward, *args, without_inputs=None, stays_fp32=False, latest=_Unrounded(), **kwargs)
+    return _in_fp32(forward, *args, without_inputs=None, stays_fp32=False, latest=_Unrounded([]), **kwargs)
 
 
 def _is_one_of(module: nn.Module, classes: Iterable[type[nn.Module]]) -> bool:

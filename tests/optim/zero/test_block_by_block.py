@@ -1,6 +1,7 @@
 """Micro-batches that go block by block: the bits of the plain loop, half the gathers, and words for what cannot be."""
 
 import contextlib
+import itertools
 import threading
 import warnings
 from functools import partial
@@ -10,7 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from nvme_offload import (
     BlockOrderError,
@@ -24,15 +32,10 @@ from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
 from tests.support.ranks import run_ranks
+from tests.support.rules import CASES
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import EVERYTHING, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
+from tests.support.tiers import EVERYTHING, PRECISIONS, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
 
-PRECISIONS = {
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-    "fp32": {},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
 CAN_GO_ON = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
 )
@@ -40,9 +43,7 @@ CAN_GO_ON = pytest.mark.skipif(
 
 def config_of(path, order, count=2, precision="bf16", **more):
     keys = {key: more.pop(key) for key in ("gradient_clipping", "overlap_step", "skip_non_finite") if key in more}
-    config = section(path, accumulation=count, **more) | keys | {"micro_batch_order": order}
-    del config["bf16"]
-    return config | PRECISIONS[precision]
+    return section(path, accumulation=count, **more) | keys | {"micro_batch_order": order} | PRECISIONS[precision]
 
 
 def micro_batches(step, count, rank=0):
@@ -85,39 +86,68 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "nvme_offload: micro-batch"]
 
 
+IN_MEMORY = {"param": "cpu", "grads": "cpu"}
+FEW_STEPS = [
+    ("bf16", 1, True, EVERYTHING),
+    ("bf16", 8, True, EVERYTHING),
+    ("mixed", 3, False, IN_MEMORY),
+    ("fp16", 2, True, {"param": "nvme"}),
+    ("fp16", 3, False, EVERYTHING),
+    ("fp32", 2, True, {"grads": "nvme"}),
+    ("fp32", 3, False, EVERYTHING),
+    ("autocast", 3, True, EVERYTHING),
+    ("autocast", 2, False, {"state": "nvme"}),
+]
+
+
+def of_ten_steps():
+    """What differs from bf16, three micro-batches, tied ends and everything on NVMe, clipped."""
+    places = itertools.cycle([(True, EVERYTHING), (False, IN_MEMORY), (False, EVERYTHING)])
+    for precision, count in itertools.product(PRECISIONS, (1, 2, 3, 8)):
+        yield dict(zip(("precision", "count", "tied", "tiers"), (precision, count, *next(places)), strict=True))
+    for case in CASES:
+        yield {"optimizer": {"type": case.name, "params": case.section_params}}
+    yield {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}}
+    yield {"clip": 0.0}
+    yield from ({"durable": {"durable": True, "rewrite_every": every, "staging_budget": "4MiB"}} for every in (1, 3))
+
+
 @pytest.mark.parametrize(
-    ("precision", "count", "tied", "tiers"),
+    ("steps", "case"),
     [
-        ("bf16", 1, True, EVERYTHING),
-        ("bf16", 8, True, EVERYTHING),
-        ("bf16", 3, False, {"param": "cpu", "grads": "cpu"}),
-        ("fp16", 2, True, {"param": "nvme"}),
-        ("fp16", 3, False, EVERYTHING),
-        ("fp32", 2, True, {"grads": "nvme"}),
-        ("fp32", 3, False, EVERYTHING),
-        ("autocast", 3, True, EVERYTHING),
-        ("autocast", 2, False, {"state": "nvme"}),
+        *((3, dict(zip(("precision", "count", "tied", "tiers"), each, strict=True))) for each in FEW_STEPS),
+        *(pytest.param(10, case, marks=SLOW) for case in of_ten_steps()),
     ],
+    ids=str,
 )
-def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, precision, count, tied, tiers):
-    wanted = train(config_of(None, "horizontal", count, precision), tied=tied)
-    assert max(norms[-1] for norms in wanted[1]) > 0.5, "clipping acts"
-    compare(wanted, train(config_of(tmp_path, "vertical", count, precision, **tiers), tied=tied))
+def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, steps, case):
+    given = {"precision": "bf16", "count": 3, "tied": True, "tiers": EVERYTHING, "clip": 0.5, **case}
+    ends = []
+    for path, order, tiers in (None, "horizontal", {}), (tmp_path, "vertical", given["tiers"]):
+        more = {"gradient_clipping": given["clip"], **tiers}
+        config = config_of(path, order, given["count"], given["precision"], **more)
+        config["optimizer"] = given.get("optimizer", config["optimizer"])
+        config["zero_optimization"]["offload_optimizer"] |= given.get("durable", {}) if path else {}
+        ends.append(train(config, steps, tied=given["tied"]))
+    assert max(norms[-1] for norms in ends[0][1]) > 0.5, "clipping acts"
+    compare(*ends)
     assert not threads()
-    assert not list(tmp_path.iterdir())
+    assert "durable" in case or not list(tmp_path.iterdir())
 
 
-def train_on_ranks(rank, world_size, path):
-    for stage in (1, 2, 3):
-        for tied in (True, False):
-            wanted = train(config_of(None, "horizontal", 3, stage=stage), 2, rank, tied=tied)
-            compare(wanted, train(config_of(path, "vertical", 3, stage=stage, **EVERYTHING), 2, rank, tied=tied))
-    wanted = train(config_of(None, "horizontal", 3, "fp16", stage=1), 2, rank)
-    compare(wanted, train(config_of(path, "vertical", 3, "fp16", stage=1), 2, rank))
+def train_on_ranks(rank, world_size, path, steps):
+    for stage, tied, count in itertools.product((1, 2, 3), (True, False), (3,) if steps == 2 else (1, 2, 8)):
+        wanted = train(config_of(None, "horizontal", count, stage=stage), steps, rank, tied=tied)
+        config = config_of(path, "vertical", count, stage=stage, **EVERYTHING)
+        compare(wanted, train(config, steps, rank, tied=tied))
+    for precision in ("fp16",) if steps == 2 else PRECISIONS:
+        wanted = train(config_of(None, "horizontal", 3, precision, stage=1), steps, rank)
+        compare(wanted, train(config_of(path, "vertical", 3, precision, stage=1), steps, rank))
 
 
-def test_the_bits_are_the_same_on_two_ranks_in_every_stage(tmp_path):
-    run_ranks(train_on_ranks, 2, tmp_path)
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
+def test_the_bits_are_the_same_on_two_ranks_in_every_stage(tmp_path, steps):
+    run_ranks(train_on_ranks, 2, tmp_path, steps)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward", "speculate"])
@@ -139,8 +169,9 @@ def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
 
 
 @pytest.mark.parametrize("orders", [("horizontal", "vertical"), ("vertical", "horizontal")], ids="-".join)
-def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders):
-    wanted = train(config_of(None, "horizontal", 3), 4)
+@pytest.mark.parametrize("half", [2, pytest.param(5, marks=SLOW)])
+def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders, half):
+    wanted = train(config_of(None, "horizontal", 3), 2 * half)
     seen = []
     (tmp_path / "drive").mkdir()
     for part, order in enumerate(orders):
@@ -148,7 +179,7 @@ def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders):
         with make(config_of(tmp_path / "drive", order, 3, **tiers), num_layers=3) as engine:
             if part:
                 engine.load_checkpoint(tmp_path / "saved")
-            seen += [step_of(engine, number) for number in (2 * part, 2 * part + 1)]
+            seen += [step_of(engine, number) for number in range(half * part, half * (part + 1))]
             engine.save_checkpoint(tmp_path / "saved")
             state = full_state(engine.module, engine.optimizer)
     compare(wanted, (state, seen))
@@ -279,6 +310,13 @@ def llama(tied):
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes))
 
 
+def qwen(tied):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes))
+
+
 def t5(tied):
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -290,12 +328,15 @@ def labelled(model, tokens, **more):
     return model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
 
 
-@pytest.mark.parametrize("model", [llama, t5])
+@pytest.mark.parametrize(
+    ("model", "steps"),
+    [(llama, 2), (t5, 2), *(pytest.param(model, 10, marks=SLOW) for model in (llama, qwen, t5))],
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_models_of_hugging_face(alone, tmp_path, model, tied):
+def test_models_of_hugging_face(alone, tmp_path, model, tied, steps):
     """A T5 has two stacks of blocks, the first one's output goes to every block of the second, and ends are shared."""
     ends = [
-        train(config_of(tmp_path, order, 3, **tiers), 2, model=partial(model, tied), loss_of=labelled)
+        train(config_of(tmp_path, order, 3, **tiers), steps, model=partial(model, tied), loss_of=labelled)
         for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
     ]
     compare(*ends)
@@ -363,13 +404,14 @@ def test_frozen_parts_and_evaluations_between_and_inside_losses(alone, tmp_path)
     compare(*ends)
 
 
-def test_compiled_blocks(alone, tmp_path):
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
+def test_compiled_blocks(alone, tmp_path, steps):
     ends = []
     for order in ("horizontal", "vertical"):
         with make(config_of(tmp_path, order, 2, **EVERYTHING), num_layers=2) as engine:
             for layer in engine.module.layers:
                 layer.compile(backend="eager")
-            seen = [step_of(engine, number) for number in range(2)]
+            seen = [step_of(engine, number) for number in range(steps)]
             ends.append((full_state(engine.module, engine.optimizer), seen))
     compare(*ends)
 
@@ -455,6 +497,8 @@ class Odd(Model):
                 hidden = layer(hidden)
             if self.kind == "past":
                 hidden = hidden + before
+        if self.kind == "rounded":
+            return hidden
         return self.head(hidden) * 1.0
 
 
@@ -464,6 +508,7 @@ ODD = {
     "layer drop": r"micro-batch 0 came to block layers\.0 where micro-batch 1 came to block layers\.1",
     "twice": r"block layers\.0 is called twice in one micro-batch",
     "no block": "no block was called",
+    "rounded": "the model returns what an fp32 block gives",
     "past": r"what block layers\.\d is given, or goes into that, is used past the block, too",
     "state": r"block layers\.2 gives something else when it is computed again",
     "buffer": r"block layers\.0 changes its buffer count",
@@ -474,7 +519,9 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind):
     torch.manual_seed(0)
-    with initialize(Odd(kind), config_of(tmp_path, "vertical", 2, **EVERYTHING)) as engine:
+    config = config_of(tmp_path, "vertical", 2, **EVERYTHING)
+    config["fp32_modules"] = ["layers.2"] if kind == "rounded" else []
+    with initialize(Odd(kind), config) as engine:
         with pytest.raises(BlockOrderError, match=ODD[kind]) as raised:
             step_of(engine, 0)
         assert 'micro_batch_order = "horizontal"' in "".join(raised.value.__notes__)
