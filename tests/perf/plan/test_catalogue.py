@@ -30,7 +30,7 @@ def test_the_page_has_the_figures_and_each_has_its_source():
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     for (name, kind), (shown, _, read, write, capacity, endurance, source) in zip(CATALOGUE.items(), rows, strict=True):
         assert (shown, source != "") == (f"`{name}`", True)
-        assert f"\n- {shown}: " in table
+        assert f"\n- {shown}:" in table
         assert kind[:2] == (float(read) * 1e9, float(write) * 1e9)
         assert [f"{size / 1e12:g} TB" for size in kind[2:]] == [capacity, endurance]
 
