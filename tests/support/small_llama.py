@@ -1,7 +1,7 @@
-"""A Llama of a few thousand parameters and tokens from a seed, for clients of transformers."""
+"""A Llama and a T5 of a few thousand parameters and tokens from a seed, for clients of transformers."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -12,6 +12,13 @@ def llama(dtype=torch.float32, seed=0, **more):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
     return LlamaForCausalLM(LlamaConfig(**(sizes | more))).to(dtype)
+
+
+def t5():
+    """Two layers of an encoder and two of a decoder, with dropout."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "vocab_size": VOCABULARY}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
 
 
 def rows(number=32):

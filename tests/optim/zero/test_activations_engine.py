@@ -8,7 +8,7 @@ from nvme_offload.optim.telemetry.run_record import bytes_written, read_records
 from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.ranks import run_ranks
-from tests.support.small_llama import llama, rows
+from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
 
 SECTIONS = {
@@ -52,14 +52,16 @@ def layers(**options):
     return Layers(4, **options)
 
 
-def check(tmp_path, forward, make, more, keep, device="nvme", **options):
+def check(tmp_path, forward, make, more, keep, **options):
+    """The same bits on a drive and in host memory. Returns what was kept on the drive."""
     expected = trained(tmp_path, forward, make(), more, {}, **options)
-    torch.manual_seed(0)
-    actual = trained(tmp_path, forward, make(), more, kept(tmp_path, keep, device), **options)
-    assert_same_bits(actual[:2], expected[:2])
-    assert actual[2].num_kept == actual[2].held_bytes == 0
-    assert bool(actual[2].written_bytes) == bool(actual[2].read_bytes) == (device == "nvme")
-    assert list(tmp_path.iterdir()) == []
+    for device in ("cpu", "nvme"):
+        torch.manual_seed(0)
+        actual = trained(tmp_path, forward, make(), more, kept(tmp_path, keep, device), **options)
+        assert_same_bits(actual[:2], expected[:2])
+        assert actual[2].num_kept == actual[2].held_bytes == 0
+        assert bool(actual[2].written_bytes) == bool(actual[2].read_bytes) == (device == "nvme")
+        assert list(tmp_path.iterdir()) == []
     return actual[2]
 
 
@@ -88,12 +90,6 @@ def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep)
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("keep", KEEPS)
-def test_host_memory_alone(tmp_path, keep):
-    check(tmp_path, of_layers, layers, {}, keep, device="cpu")
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("checkpointed", ["reentrant", "not reentrant"])
 def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, checkpointed, keep):
     calls = []
@@ -109,23 +105,29 @@ def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, check
         return engine(x).square().mean()
 
     check(tmp_path, forward, make, {}, keep)
-    assert len(calls) == 2 * (6 + 6)  # two trainings of six micro-batches: each once, and once more in backward
+    assert len(calls) == 3 * (6 + 6)  # three trainings of six micro-batches: each once, and once more in backward
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_llama(tmp_path, checkpointed, keep):
+@pytest.mark.parametrize("of_transformers", [llama, t5])
+def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
+    """A decoder, and an encoder beside a decoder whose blocks all get what the encoder made."""
     tokens = torch.stack([row["input_ids"] for row in rows(24)]).view(6, 4, -1)
 
     def make():
-        model = llama()
+        model = of_transformers()
         model.config.use_cache = False
         if checkpointed:
             model.gradient_checkpointing_enable()
         return model.train()
 
-    check(tmp_path, lambda engine, number: engine(tokens[number], labels=tokens[number]).loss, make, {}, keep)
+    def forward(engine, number):
+        torch.manual_seed(number)  # dropout
+        return engine(tokens[number], labels=tokens[number]).loss
+
+    check(tmp_path, forward, make, {}, keep)
 
 
 @pytest.mark.usefixtures("alone")
