@@ -40,6 +40,7 @@ class Chooser:
     paths: Sequence[Path]
     tokens: int  # tokens of one micro-batch on one rank
     checkpointing: bool = True
+    sequence: int = 0  # tokens of one sequence; 0: not known
 
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the first section that fits; where none does, the one that lacks least."""
@@ -71,7 +72,13 @@ class Chooser:
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""
         config = OffloadConfig.of(section).completed_for(self.machine.ranks)
-        return Job(shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing)
+        return Job(
+            shape=shape,
+            config=config,
+            tokens=self.tokens,
+            checkpointing=self.checkpointing,
+            sequence=self.sequence,
+        )
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def plan(
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank.")] = 2048,
+    sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence: its attention is counted, too.")] = 0,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -108,7 +109,8 @@ def plan(
         if tokens < 1:
             raise MachineError(f"--tokens {tokens}: at least 1")
         shape = _shape(model, params, layers, hidden, vocab)
-        choice, prediction, largest = _planned(config, shape, Chooser(machine, [Path()], tokens, checkpointing))
+        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence)
+        choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None

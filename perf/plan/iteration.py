@@ -158,9 +158,10 @@ class IterationTime:
         }
 
 
-def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
-    """The work of one rank, `tiers` being traffic of parameters and gradients; None where a rate is not known.
+def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -> Work | None:
+    """The work of one rank; None where a rate is not known.
 
+    `tiers` is the traffic of all but its state. So many bytes of activations are `leaving` a device in each forward.
     Drives are shared by the ranks of a node. On a device an update takes next to no time.
     """
     job, machine, state_on = placed.job, placed.machine, placed.state_on
@@ -171,8 +172,11 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
     moved = {phase: _seconds(machine, tiers, phase) for phase in PHASES}
     # Two operations per parameter and token forward, four backward, two more where layers are computed again. An
     # embedding is looked up, not multiplied, but a head of the same size mostly is.
-    forward = 2.0 * job.shape.numel * job.tokens * job.micro_batches / machine.flops
-    backward = forward * (3 if job.computes_again else 2)
+    per_token = job.tokens * job.micro_batches / machine.flops
+    # A token attends to half of its sequence, in two products.
+    attention = 2.0 * job.sequence * job.shape.hidden_size * job.shape.num_layers * per_token
+    forward = 2.0 * job.shape.numel * per_token + attention
+    backward = forward * (3 if job.computes_again else 2) - attention * job.keeps_attention
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
     share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
     shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
@@ -184,8 +188,8 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic]) -> Work | None:
                 backward=share * backward,
                 forward_nvme=share * moved["forward"],
                 backward_nvme=share * moved["backward"],
-                forward_pcie=numel * share_of_rank * copies.forward / pcie,
-                backward_pcie=numel * share_of_rank * copies.backward / pcie,
+                forward_pcie=(numel * share_of_rank * copies.forward + share * leaving * job.config.rounds) / pcie,
+                backward_pcie=(numel * share_of_rank * copies.backward + share * leaving * job.config.rounds) / pcie,
                 forward_network=numel * gathering,
                 backward_network=numel * ((gathering if zero.stage == 3 else 0.0) + reducing),
             )

@@ -16,6 +16,7 @@ from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB, round_up
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
+from nvme_offload.optim.precision.parameter import DTYPES
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 from nvme_offload.optim.rules.registry import rule_of
@@ -39,9 +40,9 @@ MAX_SUBGROUPS = 1024
 """Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
 LOGITS_BYTES = 16
 """Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""
-LAYER_BYTES = 34
-"""Bytes that a layer without recomputation keeps for backward per element of its hidden state, in 16 bits, with an
-attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
+LAYER_ELEMENTS, LAYER_MASKS = 16, 2
+"""Elements, and bytes of dropout masks, that a layer without recomputation keeps for backward per element of its hidden
+state, with an attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +53,36 @@ class Job:
     config: OffloadConfig  # the section, as `initialize` completes it
     tokens: int  # tokens of one micro-batch on one rank
     checkpointing: bool  # whether each layer's activations are computed again in backward
+    sequence: int = 0  # tokens of one sequence, each of which attends to those before it; 0: not known, nor counted
     baseline_bytes: int = LIBRARIES_BYTES  # resident memory of a process before it trains
 
     @property
     def layer_bytes(self) -> int:
         """Bytes that a layer which is not computed again keeps of a micro-batch."""
         widened = max(1.0, self.shape.intermediate_size / (4 * self.shape.hidden_size))
-        return round(self.tokens * self.shape.hidden_size * LAYER_BYTES * widened)
+        itemsize = DTYPES[self.config.autocast_dtype or self.config.compute_dtype].itemsize
+        return round(self.tokens * self.shape.hidden_size * (LAYER_ELEMENTS * itemsize + LAYER_MASKS) * widened)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that all layers keep from a forward to its backward: their inputs, and results of attention, or all."""
         if not self.computes_again:
             return self.shape.num_layers * self.layer_bytes
-        section, tensors = self.config.activations, self.shape.num_layers
+        tensors = self.shape.num_layers
         if self.config.rounds < self.micro_batches:
             # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it.
             tensors = (tensors + 1) * self.micro_batches
-        elif section.device != "none" and section.keep == "attention":
+        elif self.keeps_attention:
             tensors *= 2
-        return tensors * self.tokens * self.shape.hidden_size * 2
+        # What goes from layer to layer is fp32 with autocast, whose sums are.
+        itemsize = DTYPES["fp32" if self.config.autocast_dtype else self.config.compute_dtype].itemsize
+        return tensors * self.tokens * self.shape.hidden_size * itemsize
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether results of attention are kept where the rest of a layer is computed again."""
+        section, in_turn = self.config.activations, self.config.rounds == self.micro_batches
+        return in_turn and section.device != "none" and section.keep == "attention"
 
     @property
     def micro_batches(self) -> int:
@@ -239,7 +250,7 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     yield from account.residents()
     device: Tier = "device" if account.on_device else "host"
     # What the section moves is planned by itself; of a layer that backward is in all is in memory.
-    moves = job.config.activations.device != "none" and not account.on_device
+    moves = job.config.activations.device != "none"
     layers = job.layer_bytes if moves else job.kept_bytes + job.computes_again * job.layer_bytes
     activations = layers + job.tokens * job.shape.vocab_size * LOGITS_BYTES
     yield Unit("activations", "activations", activations, tiers=(device,))

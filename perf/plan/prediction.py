@@ -33,31 +33,33 @@ MAX_LAYERS = 2048  # no deeper model is looked for: of small layers, terabytes h
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """One rank keeps so many bytes from forward to backward in host memory, and so many on NVMe."""
+    """One rank keeps so many bytes from forward to backward on each tier."""
 
+    device: int
     host: int
     nvme: int
 
     @classmethod
     def of(cls, job: Job, machine: Machine, beside: Sequence[Unit]) -> Self | None:
-        """Plan them `beside` all else that a rank holds which computes on its host; None where none are moved."""
+        """Plan them `beside` all else that a rank holds; None where none are moved."""
         section = job.config.activations
-        if section.device == "none" or machine.device_memory is not None:  # what is on a device stays there
+        if section.device == "none":
             return None
         kept = job.kept_bytes
-        if section.device == "cpu":
-            return cls(kept, 0)
+        if section.device == "cpu" and machine.device_memory is None:
+            return cls(0, kept, 0)
         if section.host_budget == "auto":
             held = sum(unit.size_bytes for unit in beside if unit.tiers == ("host",))
             budget = max(0, auto_budget(machine.host_memory, machine.ranks_per_node) - held)
         else:
             budget = section.host_budget
-        return cls(min(kept, budget), max(0, kept - budget))
+        rest = max(0, kept - budget)
+        return cls(0, kept - rest, rest) if section.device == "nvme" else cls(rest, kept - rest, 0)
 
     def units(self) -> Iterator[Unit]:
         """Return what there is on each tier at the end of a forward."""
-        yield Unit(ACTIVATIONS, ACTIVATIONS, self.host, tiers=("host",))
-        yield Unit(ACTIVATIONS, ACTIVATIONS, self.nvme, tiers=("nvme",))
+        sizes: tuple[tuple[Tier, int], ...] = (("device", self.device), ("host", self.host), ("nvme", self.nvme))
+        return (Unit(ACTIVATIONS, ACTIVATIONS, size, tiers=(tier,)) for tier, size in sizes if size)
 
     def traffic(self, rounds: int) -> StepTraffic:
         """Bytes that a step moves which goes so often through all blocks: what has no room, out and back."""
@@ -137,7 +139,10 @@ def predict(job: Job, machine: Machine) -> Prediction:
     kept_activations = KeptActivations.of(job, machine, _units(placed))
     if kept_activations is not None and kept_activations.nvme:
         traffic[ACTIVATIONS] = kept_activations.traffic(job.config.rounds)
-    work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE]), {}
+    leaving = 0
+    if kept_activations is not None and placed.on_device:
+        leaving = kept_activations.host + kept_activations.nvme
+    work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE], leaving), {}
     if work is not None:
         possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]
         its_work = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}

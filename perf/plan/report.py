@@ -113,14 +113,11 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
 def _activations(prediction: Prediction) -> Iterator[str]:
     """Say what is kept of each token and layer, and which way of keeping is the fastest."""
     job, machine, section = prediction.job, prediction.machine, prediction.job.config.activations
-    if machine.device_memory is not None:
-        yield "Activations stay on the GPU: what is kept there is not moved"
-        return
     size = job.kept_bytes / (job.shape.num_layers * job.tokens) * job.config.rounds / job.micro_batches
     yield f"Activations: {section.keep}, {size:,.0f} bytes for each token and layer"
     if prediction.time is not None:
         times = {}
-        for keep in ("boundaries", "all"):
+        for keep in ("boundaries", "attention", "all") if job.sequence else ("boundaries", "all"):
             config = job.config.model_copy(update={"activations": section.model_copy(update={"keep": keep})})
             other = predict(replace(job, config=config), machine).time
             times[keep] = other.seconds if other is not None else inf

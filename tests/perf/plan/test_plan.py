@@ -499,18 +499,22 @@ def test_a_matrix_that_its_rule_needs_whole_and_no_staging_buffer_holds_is_named
         predict(job_of(llama(intermediate_size=10_000), config), MACHINE)
 
 
+AUTOCAST = {**NO_BF16, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
 @pytest.mark.parametrize("keep", ["boundaries", "attention", "all"])
 @pytest.mark.parametrize("budget", [1 * GiB, "auto"])
-def test_activations_on_the_drive_are_counted(keep, budget):
+@pytest.mark.parametrize(("dtype", "between", "inside"), [({}, 2, 34), (NO_BF16, 4, 66), (AUTOCAST, 4, 34)])
+def test_activations_on_the_drive_are_counted(keep, budget, dtype, between, inside):
     """What is kept of a forward is in memory within the budget, and beyond it moves once each way."""
     shape = ModelShape.of_numbers(int(1e9), 20, 2048)
-    per_token = {"boundaries": 2 * 2048, "attention": 4 * 2048, "all": 34 * 2048}[keep]
+    per_token = {"boundaries": between * 2048, "attention": 2 * between * 2048, "all": inside * 2048}[keep]
     machine = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=500 * GiB, flops=1e12)
     predictions = []
     for device in ("none", "nvme"):
         place = {"keep": keep, "device": device, "host_budget": budget}
         place |= {"nvme_path": "/mnt"} if device == "nvme" else {}
-        config = OffloadConfig.from_dict(section("/mnt", accumulation=2, activations=place))
+        config = OffloadConfig.from_dict(section("/mnt", accumulation=2, activations=place, **dtype))
         job = Job(shape=shape, config=config, tokens=100_000, checkpointing=keep != "all")
         predictions.append(predict(job, machine))
     plain, moved = predictions
@@ -527,16 +531,43 @@ def test_activations_on_the_drive_are_counted(keep, budget):
     assert moved.time.seconds >= plain.time.seconds
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_activations_leave_a_gpu(device):
+    """To the host as far as the budget goes, which takes copies; the rest to the drive, or it stays."""
+    place = {"keep": "boundaries", "device": device, "host_budget": 1 * GiB}
+    place |= {"nvme_path": "/mnt"} if device == "nvme" else {}
+    shape = ModelShape.of_numbers(int(1e9), 20, 2048)
+    found = []
+    for activations in ({}, {"activations": place}):
+        config = OffloadConfig.from_dict(section("/mnt", **activations))
+        rates = {"drives": Drives.of_rates(2e9, 1e9), "flops": 1e14, "pcie": 1e9}
+        machine = Machine(host_memory=64 * GiB, device_memory=80 * GiB, **rates)
+        found.append(predict(Job(shape=shape, config=config, tokens=100_000, checkpointing=True), machine))
+    plain, moved = found
+    kept = 20 * 100_000 * 2048 * 2
+    on = {tier: moved.tiers.bytes_on(tier, "kept activations") for tier in ("device", "host", "nvme")}
+    assert on == {"device": 0, "host": 1 * GiB, "nvme": 0} | {"nvme" if device == "nvme" else "device": kept - 1 * GiB}
+    freed = plain.tiers.bytes_on("device") - moved.tiers.bytes_on("device")
+    assert freed == kept - on["device"]
+    copied = 2 * (on["host"] + on["nvme"]) / 1e9
+    assert moved.time.work.pcie - plain.time.work.pcie == pytest.approx(copied)
+
+
 def test_the_plan_says_how_activations_are_kept_fastest(tmp_path):
     place = {"device": "nvme", "nvme_path": "/mnt", "host_budget": "1GiB"}
     file = tmp_path / "offload.json"
-    for flops, fastest in ((1e10, "all"), (1e14, "boundaries")):
+    for flops, fastest, more in (
+        (1e10, "all", []),
+        (1e14, "boundaries", ["--sequence", "1024"]),
+        (1e13, "attention", ["--sequence", "65536"]),
+    ):
         moments = {"type": "AdamW", "params": {"state_dtype": "bf16"}}
         file.write_text(json.dumps(section("/mnt", activations=place, optimizer=moments)))
         arguments = ["plan", "--params", "1e9", "--layers", "20", "--hidden", "2048", "--tokens", "65536"]
         arguments += ["--flops", str(flops), "--read-bw", "2GB", "--write-bw", "1GB", "--host-memory", "64GiB"]
-        done = CliRunner().invoke(app, [*arguments, "--config", str(file)])
+        done = CliRunner().invoke(app, [*arguments, *more, "--config", str(file)])
         words = " ".join(done.output.split())
+        assert ("attention" in words.split("activations.keep:")[1]) == bool(more)
         assert "Activations: boundaries, 4,096 bytes for each token and layer" in words
         assert f"fastest: {fastest}" in words
         assert "AdamW keeps exp_avg (bfloat16), exp_avg_sq (bfloat16)" in words
