@@ -20,6 +20,7 @@ from tests.support.activations import (
     section,
     train_once,
 )
+from tests.support.sandbox import run_python
 
 MODELS = {
     "plain": Layers,
@@ -255,3 +256,47 @@ def test_a_budget_above_all_moves_nothing(tmp_path):
     stats = assert_same_gradients(Layers, train_once, section(tmp_path, host_budget="1GiB"))
     assert stats.written_bytes == stats.read_bytes == 0
     assert stats.peak_held_bytes == stats.saved_bytes > 0
+
+
+LIMITED = """
+import contextlib, re, resource, sys, torch
+from pathlib import Path
+from nvme_offload import ActivationSwapper
+from tests.support.activations import WIDTH, Attending, KiB, section
+way, folder, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.manual_seed(0)
+torch.set_num_threads(1)  # stacks of others would count
+model, sequence = Attending(64), torch.randn(2048, WIDTH)
+with contextlib.ExitStack() as stack:
+    saving = contextlib.nullcontext
+    if way != "plain":
+        place = section(folder if way == "nvme" else None, "boundaries", host_budget=4096 * KiB)
+        saving = stack.enter_context(ActivationSwapper(place, model=model)).saving
+    for x in (sequence[:64], sequence):
+        if limit and x is sequence:
+            held = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * KiB
+            resource.setrlimit(resource.RLIMIT_DATA, (held + limit, resource.RLIM_INFINITY))
+        model.zero_grad()
+        with saving():
+            loss = model(x).square().mean()
+        loss.backward()
+squares = [param.grad.double().square().sum().item() for param in model.parameters()]
+print(loss.item().hex(), *map(float.hex, squares))
+"""
+
+
+@pytest.mark.slow
+def test_a_sequence_that_does_not_fit_in_memory_trains(tmp_path, monkeypatch):
+    """In 24 MiB beyond the model, of which inputs of layers take 32; the kernel refuses more (RLIMIT_DATA)."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):  # what is free is given back
+        monkeypatch.setenv(name, "131072")
+    found = {
+        (way, limit): run_python(LIMITED, way, tmp_path, limit)
+        for way, limit in [("plain", 0), ("plain", 24 << 20), ("checkpointing", 24 << 20), ("nvme", 24 << 20)]
+    }
+    for (way, limit), child in found.items():
+        if limit and way != "nvme":
+            assert "can't allocate memory" in child.stderr, way
+        else:
+            assert child.returncode == 0, child.stderr
+    assert found["nvme", 24 << 20].stdout == found["plain", 0].stdout
