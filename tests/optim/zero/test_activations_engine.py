@@ -1,12 +1,15 @@
 """An engine whose forwards keep what they save on NVMe trains as one without: bits, whatever else the section says."""
 
+import errno
+
 import pytest
 import torch
 
-from nvme_offload import ConfigError, get_full_param, initialize
+from nvme_offload import ConfigError, SwapIOError, get_full_param, initialize
 from nvme_offload.optim.telemetry.run_record import bytes_written, read_records
 from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
+from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
@@ -128,6 +131,38 @@ def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
         return engine(tokens[number], labels=tokens[number]).loss
 
     check(tmp_path, forward, make, {}, keep)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(("op", "code"), [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)])
+def test_a_step_whose_transfers_fail_is_dropped_and_is_right_when_it_is_done_again(
+    tmp_path, monkeypatch, op, code, keep
+):
+    """Its second micro-batch fails; the gradients of the first are dropped, too."""
+
+    def weights(*, fails):
+        config = build.section(tmp_path, accumulation=2, clip=0.5, **kept(tmp_path, keep))
+        with initialize(layers(), config) as engine:
+
+            def micro_batch(number):
+                engine.backward(of_layers(engine, number))
+                engine.step()
+
+            for step in range(3):
+                if fails:
+                    micro_batch(2 * step)
+                    with monkeypatch.context() as patch:
+                        Failing(engine.activations.tier, patch, op, code=code)
+                        with pytest.raises(SwapIOError, match="activation"):
+                            micro_batch(2 * step + 1)
+                for micro in range(2):
+                    micro_batch(2 * step + micro)
+            assert engine.activations.stats().num_kept == 0
+            return {name: get_full_param(param) for name, param in engine.named_parameters()}
+
+    assert_same_bits(weights(fails=True), weights(fails=False))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("alone")
