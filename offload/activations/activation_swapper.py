@@ -36,7 +36,7 @@ from nvme_offload.offload.units import KiB, MiB
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 16, 4 * MiB, 64 * KiB
+_BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 8, 8 * MiB, 128 * KiB
 
 
 class ActivationSwapper:

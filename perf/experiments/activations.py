@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -15,21 +16,29 @@ import typer
 
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.activations.blocks import checkpoint_calls
-from nvme_offload.offload.units import MiB
+from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.units import GB, GiB, MiB, format_bytes
+from nvme_offload.perf.experiments.plan_check import drive_rates
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.gpt import VOCABULARY, ByteGPT, ModelSize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.placing import Job
+from nvme_offload.perf.plan.prediction import predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 Way = Literal["plain", "checkpointing", "boundaries", "attention", "all"]
 WAYS: tuple[Way, ...] = ("plain", "checkpointing", "boundaries", "attention", "all")
 """The first two keep all in memory; the others name what is kept on the drive beyond the budget."""
 DEPTHS = [8, 16, 32]
-BUDGET_BYTES = 4 * MiB
+BUDGET_BOUNDARIES = 4
+"""The drive gets what is beyond so many inputs of layers."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
+NO_UPDATE = 1e18  # parameters per second: there is no optimizer
 ITERATIONS = 2  # iterations whose peak counts, after one that does not
 
 activations = typer.Typer(
@@ -60,7 +69,7 @@ class Iterations:
         if way == "checkpointing":
             self._stack.callback(checkpoint_calls(list(self._model.blocks), lambda: True))
         elif way != "plain":
-            place = {"device": "nvme", "nvme_path": str(path), "host_budget": BUDGET_BYTES}
+            place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget_bytes(width, context)}
             swapper = ActivationSwapper({"activations": {"keep": way, **place}}, model=self._model)
             self._saving = self._stack.enter_context(swapper).saving
 
@@ -86,6 +95,11 @@ class Iterations:
             if param.grad is not None:
                 found.update(param.grad.numpy().tobytes())
         return found.hexdigest()
+
+
+def budget_bytes(width: int, context: int) -> int:
+    """Return the host memory for what is kept on the drive."""
+    return BUDGET_BOUNDARIES * width * context * torch.float32.itemsize
 
 
 def peak_of(told: Iterator[Any], send: Send) -> None:
@@ -122,7 +136,7 @@ def peak_row(way: Way, depths: Sequence[int], width: int, context: int, path: Pa
 @activations.command()
 def memory(
     path: Folder,
-    width: Width = 256,
+    width: Width = 512,
     context: Context = 1024,
     depths: Annotated[list[int], typer.Option("--depth", min=1, help="Layers; several times.")] = DEPTHS,
     save_to: SaveTo = None,
@@ -130,7 +144,7 @@ def memory(
     """Measure resident memory at the peak of an iteration, without parameters and gradients, over the model's depth."""
     notes = [
         f"width {width}, one sequence of {context} tokens, fp32, no optimizer; what is kept on the drive has "
-        f"{BUDGET_BYTES // MiB} MiB of host memory besides staging buffers and memory for reads",
+        f"{format_bytes(budget_bytes(width, context))} of host memory besides staging buffers and memory for reads",
         "the peak of resident memory, less what it was with parameters and gradients there; "
         "malloc gives back at once what is free",
     ]
@@ -160,6 +174,34 @@ def iterations(
         for one in of.values():
             one.seconds()
         cases = [Case(name=way, ours=of[way].seconds, reference=of["checkpointing"].seconds) for way in WAYS[2:]]
+        rates = drive_rates(path)
         compared = (found for case in cases for found in case.measure(quads))
+
+        def with_plan(found: list[Comparison]) -> list[str]:
+            said = ", ".join(f"{rw} {rate / GB:.2f} GB/s" for rw, rate in rates.items())
+            return [*notes, f"the drive: {said}"] + [
+                f"{one.name}: the plan says {said:.2f} of checkpointing, measured {one.quotient:.2f}"
+                for one in found
+                for said in [planned(one, layers, width, context, rates)]
+            ]
+
         title = "Activations: iterations beside plain checkpointing"
-        run_experiment("activations-iterations", title, compared, lambda _: notes, path=path, save_to=save_to)
+        run_experiment("activations-iterations", title, compared, with_plan, path=path, save_to=save_to)
+
+
+def planned(measured: Comparison, layers: int, width: int, context: int, rates: Mapping[str, float]) -> float:
+    """Return an iteration as the plan says, over one with checkpointing, which is as fast as it was measured."""
+    shape = ModelShape.of_numbers(12 * layers * width**2, layers, width)
+
+    def seconds(section: Mapping[str, Any], flops: float) -> float:
+        config = OffloadConfig.from_dict({"activations": section})
+        job = Job(shape=shape, config=config, tokens=context, checkpointing=True, sequence=context)
+        drives = Drives.of_rates(rates["read"], rates["write"], rates["mixed"])
+        time = predict(job, Machine(host_memory=GiB, drives=drives, flops=flops, update_rate=NO_UPDATE)).time
+        assert time is not None
+        return time.seconds
+
+    checkpointing = median(one for round_ in measured.counted for one in round_.quad.rates[1:3])
+    flops = seconds({}, 1.0) / checkpointing
+    place = {"keep": measured.name, "device": "nvme", "nvme_path": "/", "host_budget": budget_bytes(width, context)}
+    return seconds(place, flops) / checkpointing

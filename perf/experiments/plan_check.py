@@ -136,10 +136,7 @@ def _bytes(training: Training) -> int:
 
 def _rates(path: Path, configuration: Configuration) -> dict[str, float]:
     """Measure the drive through the engine alone, and the same model with everything in memory."""
-    settings = Settings(paths=(path,), size=REGION_BYTES)
-    with RawTarget(settings) as raw:
-        raw.run("write", REGION_BYTES)
-        rates = {rw: raw.run(rw, PASS_BYTES).bw_bytes for rw in get_args(Rw)}
+    rates = drive_rates(path)
     with configuration.training(None, 1) as training:
         before = training.engine.optimizer.stats().step_seconds
         seconds = sum(one.seconds for one in training.iterations(2)) / 2
@@ -147,6 +144,13 @@ def _rates(path: Path, configuration: Configuration) -> dict[str, float]:
         numel = sum(param.numel() for param in training.engine.module.parameters())
     operations = 6.0 * numel * configuration.tokens * configuration.accumulation
     return {**rates, "flops": operations / (seconds - updating), "update_rate": numel / updating}
+
+
+def drive_rates(path: Path) -> dict[str, float]:
+    """Measure the drive through the engine alone, in bytes per second of reading, writing and both."""
+    with RawTarget(Settings(paths=(path,), size=REGION_BYTES)) as raw:
+        raw.run("write", REGION_BYTES)
+        return {rw: raw.run(rw, PASS_BYTES).bw_bytes for rw in get_args(Rw)}
 
 
 def growth_row(case: Configuration, predicted: int, measured: int) -> Row:
