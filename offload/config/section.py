@@ -202,6 +202,10 @@ class OffloadOptimizerConfig(TierConfig):
     """A `durable` run can go back so many steps with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
 
+    copies: Whole = key(1, "1 or 2", "", "copies", ge=1, le=2)
+    """With 2 a `durable` run is on two drives: each half of the folders of `nvme_path` has all of it, and a lost drive
+    does not lose the run. The halves must be on different devices. Twice the space, twice the bytes written."""
+
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
     """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
     period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
@@ -239,6 +243,13 @@ class OffloadOptimizerConfig(TierConfig):
         if self.rewind_steps > 1 and not self.durable:
             why = "goes back in a durable run, and this is none; write durable = true, or leave it out"
             yield Contradiction("rewind_steps", why, ("durable",))
+        if self.copies > 1 and not self.durable:
+            why = "is of a durable run, and this is none; write durable = true, or leave it out"
+            yield Contradiction("copies", why, ("durable",))
+        if self.copies > 1 and (not self.nvme_path or len(self.nvme_path) % self.copies):
+            why = f"each copy needs as many folders as the other, and nvme_path has {len(self.nvme_path)}"
+            remedy = "name those of one copy and then those of the other, on another drive, or write copies = 1"
+            yield Contradiction("copies", f"{why}; {remedy}", ("nvme_path",))
 
     @property
     def run_name(self) -> str | None:
@@ -442,9 +453,12 @@ class OffloadConfig(Section):
 
     def _weights_and_paths(self) -> Iterator[Contradiction]:
         weights = self.aio.path_weights
-        for name, paths in (self.paths_of_tiers or {"zero_optimization.offload_optimizer": ()}).items():
-            if weights is not None and len(weights) != len(paths):
-                why = f"{name}.nvme_path has {len(paths)} path(s); write as many weights or leave it out"
+        state, copies = "zero_optimization.offload_optimizer", self.zero_optimization.offload_optimizer.copies
+        for name, paths in (self.paths_of_tiers or {state: ()}).items():
+            num_paths = len(paths) // (copies if name == state else 1)
+            if weights is not None and len(weights) != num_paths:
+                of_copy = " in each copy" if num_paths != len(paths) else ""
+                why = f"{name}.nvme_path has {num_paths} path(s){of_copy}; write as many weights or leave it out"
                 yield Contradiction("aio.path_weights", why, (f"{name}.nvme_path", f"{name}.device"))
 
     def _choice(self) -> Iterator[Contradiction]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.chain import check_rows
@@ -18,6 +18,7 @@ from nvme_offload.offload.durable.identity import PREFIX as IDENTITY_PREFIX
 from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.durable.run_copies import CopyFound, leading_of
 from nvme_offload.offload.durable.snapshots import HELD_NAME, PREFIXES, Snapshots
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
@@ -27,14 +28,29 @@ from nvme_offload.offload.sync import sync_folder
 _BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
 
 
+class CopiesFound(NamedTuple):
+    """The copies of one rank's part of a run; most runs have one."""
+
+    read_from: tuple[Path, ...]
+    """The directories of the copy to go on from."""
+    num_paths: int = 0
+    """The number of directories that each copy has, on all paths; 0: it does not say."""
+    num_whole: int = 1
+    """Copies that say what this one says."""
+
+    @property
+    def num_missing(self) -> int:
+        """Return how many directories of the copy to go on from were not looked at."""
+        return max(0, self.num_paths - len(self.read_from))
+
+
 @dataclass(frozen=True)
 class RankFound:
     """One rank of a run, with its directories on the paths that were looked at."""
 
     rank: int
     folders: tuple[Path, ...]
-    num_paths: int
-    """The number of directories that it has, on all paths; 0: it does not say."""
+    copies: CopiesFound
     steps: Mapping[str, int]
     """Steps that could be resumed, the latest first, by the identity of the commit, which all ranks have alike."""
     snapshots: tuple[str, ...]
@@ -144,34 +160,35 @@ def _found_in(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int] | Non
         except FileNotFoundError:  # also of a run that lives and replaces a file
             folders = [folder for folder in folders if folder.is_dir()]
         except OSError as error:  # it is somebody else's, or a link
-            return RankFound(rank, tuple(folders), 0, {}, (), (), (), None, "", 0, None, str(error)), 0
+            there = tuple(folders)
+            return RankFound(rank, there, CopiesFound(there), {}, (), (), (), None, "", 0, None, str(error)), 0
     return None
 
 
 def _look_at(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int]:
-    problem, num_paths, model, num_ranks = "", 0, "", 0
-    manifests: dict[Path, Manifest] = {}
+    problem, model, num_ranks = "", "", 0
+    copies, manifests = CopiesFound(tuple(folders)), dict[Path, Manifest]()
     newest = None
     try:
-        manifests = {path: manifest for folder in folders for path, manifest in _manifests(folder).items()}
-        newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
         abouts = {folder: about for folder in folders if (about := read_about(folder)) is not None}
-        num_paths = max((about["num_paths"] for about in abouts.values()), default=0)
-        if abouts and num_paths == len(abouts) == len(folders):
-            _check_rows(abouts, manifests)
+        copies = _copies_of(abouts) if abouts else copies
+        manifests = {path: manifest for folder in copies.read_from for path, manifest in _manifests(folder).items()}
+        newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
+        if abouts and not copies.num_missing:
+            _check_rows(copies.read_from, manifests)
         if newest is not None:
             identity = read_identity(newest.parent, manifests[newest].identity)
             model, num_ranks = _in_words(identity), int(identity.get("num_ranks", 0))
     except ResumeError as error:
         problem = str(error)
-    if num_paths > len(folders):
-        problem = problem or f"{num_paths - len(folders)} of its {num_paths} paths were not looked at"
+    if copies.num_missing:
+        problem = problem or f"{copies.num_missing} of its {copies.num_paths} paths were not looked at"
     ordered = sorted(manifests.values(), key=lambda manifest: manifest.sequence, reverse=True)
-    snapshots = [Snapshots(folder) for folder in folders]
+    snapshots = [Snapshots(folder) for folder in copies.read_from]
     found = RankFound(
         rank=rank,
         folders=tuple(folders),
-        num_paths=num_paths,
+        copies=copies,
         steps={manifest.commit_id or f"step {manifest.step}": manifest.step for manifest in ordered},
         snapshots=tuple(name for of_folder in snapshots for name in of_folder),
         prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
@@ -202,8 +219,19 @@ def _manifests(folder: Path) -> dict[Path, Manifest]:
     return {path: manifest for path, manifest in decoded.items() if manifest is not None}
 
 
-def _check_rows(abouts: Mapping[Path, Mapping[str, Any]], manifests: Mapping[Path, Manifest]) -> None:
-    in_order = sorted(abouts, key=lambda folder: int(abouts[folder]["path"]))
+def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
+    """Tell the directories of one copy from those of another by the numbers of their paths."""
+    places: dict[int, list[Path]] = defaultdict(list)
+    for folder, about in abouts.items():
+        places[about["path"]].append(folder)
+    copies = list(zip(*(places[place] for place in sorted(places)), strict=False))
+    found = [CopyFound.look_at(copy[0]) for copy in copies]
+    leading = leading_of(found)
+    num_paths = max(about["num_paths"] for about in abouts.values())
+    return CopiesFound(copies[leading], num_paths, sum(one.says_as(found[leading]) for one in found))
+
+
+def _check_rows(in_order: Sequence[Path], manifests: Mapping[Path, Manifest]) -> None:
     sizes = [(folder / SWAP_NAME).lstat().st_size for folder in in_order]
     for path, manifest in manifests.items():
         check_rows(manifest, sizes, where=str(path))

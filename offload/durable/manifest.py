@@ -73,6 +73,13 @@ class Manifest:
     earlier version wrote it: nobody knows."""
     previous_id: str = ""
     """`commit_id` of the commit before it, which it goes on from; empty where nobody knows."""
+    is_alone: bool = True
+    """Whether it was written to one copy of the run alone."""
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        """Tell this commit from all others of the rank: copies of it have the same."""
+        return self.sequence, self.incarnation, self.commit_id
 
     def says_as(self, other: Manifest) -> bool:
         """Whether another manifest of this rank says the same, as that of a snapshot does and its copy."""
@@ -96,6 +103,7 @@ class Manifest:
             "first": self.is_first,
             "commit": self.commit_id,
             "previous": self.previous_id,
+            "alone": self.is_alone,
         }
         described = json.dumps(about).encode()
         parts = [struct.pack("<Q", len(described)), described, *(table.tobytes() for table in tables.values())]
@@ -127,7 +135,8 @@ class Manifest:
         _check("step", step, 0 <= step < _NUMBERS_END)
         about, tables, blob = _parse(body)
         ids = about.get("commit", ""), about.get("previous", "")
-        return cls(step, sequence, incarnation, about["identity"], tables, blob, about.get("first", False), *ids)
+        flags = about.get("first", False), about.get("alone", True)
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, flags[0], *ids, flags[1])
 
 
 def _check(field_name: str, value: object, is_right: bool) -> None:
@@ -151,7 +160,8 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
         raise ValueError(f"its description is no JSON: {error}") from error
     _check("description", about, isinstance(about, dict))
     _check("identity", about.get("identity"), isinstance(about.get("identity"), str) and about["identity"].isalnum())
-    _check("first", about.get("first"), isinstance(about.get("first", False), bool))
+    for name in ("first", "alone"):
+        _check(name, about.get(name), isinstance(about.get(name, False), bool))
     for name in ("commit", "previous"):
         said = about.get(name, "")
         _check(name, said, isinstance(said, str) and _COMMIT_ID.fullmatch(said) is not None)

@@ -33,7 +33,7 @@ def measure_rates(tier: NvmeTier) -> DurableRates:
         for extent in extents:
             tier.free(extent)
     moved = _PIECES * _PIECE_BYTES
-    return DurableRates(read=moved / reading, write=moved / writing)
+    return DurableRates(read=moved / reading, write=len(tier.space.copies.written) * moved / writing)
 
 
 def _seconds(start: Callable[[], list[Transfer[StagingBuffer]]]) -> float:

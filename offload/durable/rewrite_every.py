@@ -53,16 +53,16 @@ class PeriodCosts:
     """Updates of each parameter: its own, and those that are replayed."""
 
 
-def costs_of(size: DurableBytes, period: int) -> PeriodCosts:
-    """Return what a period costs. Headers, sums and trailers are left out: 8 B for each 256 KiB."""
+def costs_of(size: DurableBytes, period: int, copies: int = 1) -> PeriodCosts:
+    """Return what a period costs with so many copies. Headers and sums are left out: 8 B for each 256 KiB."""
     k = period
     read = size.state + sum(size.base + size.grad * logged for logged in range(1, k))
     entries = (k - 1) * (1 / 2 + 1 / k)
     return PeriodCosts(
         period=k,
         read=read / k,
-        written=(size.base + size.grad * (k - 1)) / k,
-        space=size.base * (1 + 1 / k) + size.grad * entries,
+        written=copies * (size.base + size.grad * (k - 1)) / k,
+        space=copies * (size.base * (1 + 1 / k) + size.grad * entries),
         staging=size.base + (size.grad * k if k > 1 else 0),
         updates=(k + 1) / 2,
     )
@@ -87,14 +87,15 @@ class DurableRates:
         return max(moving, numel * costs.updates / self.update)
 
 
-def auto_period(size: DurableBytes, rates: DurableRates, wear_limit: float | None) -> int:
+def auto_period(size: DurableBytes, rates: DurableRates, wear_limit: float | None, copies: int = 1) -> int:
     """Return what "auto" stands for on a machine: the fastest period that keeps the limit of bytes a day.
 
     A run decides this once, when it begins. Nobody knows its pace then, so it is taken for the highest that is
     possible: steps that do nothing but move and update. Where no period keeps the limit at that pace, it is the one
-    that writes least; beyond `USUAL_PERIOD` only where no other is allowed. `size` is that of one parameter.
+    that writes least; beyond `USUAL_PERIOD` only where no other is allowed. `size` is that of one parameter,
+    and `rates` those of all drives together.
     """
-    found = [costs_of(size, period) for period in range(1, MAX_PERIOD + 1)]
+    found = [costs_of(size, period, copies) for period in range(1, MAX_PERIOD + 1)]
     seconds = {costs.period: rates.seconds_of(costs, size.numel) for costs in found}
     per_day = {costs.period: costs.written * SECONDS_PER_DAY / seconds[costs.period] for costs in found}
     limit = math.inf if wear_limit is None else max(wear_limit, min(per_day.values()))

@@ -191,7 +191,7 @@ class ExtentRing:
 
     def path_of(self, written: Written) -> str:
         """Return the file in which a write begins."""
-        return str(self._space.path_of(written.extent.stripes[0].fd))
+        return str(self._space.path_of(self._space.copies.read_at(written.extent.stripes[0].fd)))
 
     def _sealed(self, slot: int, extent: Extent, memory: Memory, content: ExtentLayout, sums: Sums) -> Written:
         sealed_as = SealedAs(slot, self.sequence, self.incarnation)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -18,14 +19,15 @@ from nvme_offload.offload.durable import identity as identities
 from nvme_offload.offload.durable.chain import SlotLayout, check_rows
 from nvme_offload.offload.durable.directory import DurableDirectory, check_name, directory_of, read_about
 from nvme_offload.offload.durable.identity import Identity, read_identity
-from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest, ManifestFiles
+from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.durable.run_copies import RunCopies
 from nvme_offload.offload.durable.snapshots import Snapshots
-from nvme_offload.offload.errors import ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import ConfigError, ResumeError, StateError
 from nvme_offload.offload.storage.run_folder import names_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.sync import sync_data
+from nvme_offload.offload.warn import warn_user
 
 _INCARNATION_BITS = 62
 _PINNED, _DAMAGED = "(pinned)", "(damaged)"  # which are no names of snapshots
@@ -58,33 +60,38 @@ class DurableRun:
         tier.close(); run.close()                   # everything stays
 
     The first path has the manifests. `steps_back` commits before the newest stay whole between two steps; at least 1.
+    With two `copies` each half of the paths has all of it: see `run_copies`.
 
     Raises:
         ValueError: this cannot be a name.
         StateError: a run of this name is alive; names its process.
-        ResumeError: what is there was made for other paths, or is damaged.
-        SwapIOError: a path cannot be used.
+        ResumeError: what is there was made for other paths, or is damaged; or two copies went on by themselves.
+        SwapIOError: a path cannot be used, and no other copy is there to go on from.
     """
 
     @classmethod
     def of(cls, config: OffloadConfig) -> DurableRun | None:
-        """Open this rank's part of the run that a section names; None where its state ends with the process."""
+        """Open this rank's part of the run that a section names; None where its state ends with the process.
+
+        ConfigError: its copies are on one device.
+        """
         section, aio = config.zero_optimization.offload_optimizer, config.aio
         if section.run_name is None:
             return None
         name, steps_back = section.run_name, section.rewind_steps
         paths, weights = config.nvme_paths, aio.path_weights
-        places = places_in(config)
-        return cls(
-            paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, steps_back=steps_back, places=places
-        )
+        _check_devices(paths, section.copies)
+        more: dict[str, Any] = {"steps_back": steps_back, "copies": section.copies, "places": places_in(config)}
+        return cls(paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, **more)
 
     @staticmethod
     def places(config: OffloadConfig) -> Places | None:
         """Return the places with which the run that a section names began, without opening it; None: nobody knows."""
         section = config.zero_optimization.offload_optimizer
-        about = section.run_name and read_about(directory_of(config.nvme_paths[0], section.run_name, _rank()))
-        return about.get("places") if about else None
+        for path in config.nvme_paths if section.run_name else ():
+            if (about := read_about(directory_of(path, str(section.run_name), _rank()))) is not None:
+                return about.get("places")
+        return None
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class DurableRun:
         direct: DirectPolicy,
         weights: Sequence[float] | None = None,
         steps_back: int = 1,
+        copies: int = 1,
         places: Places | None = None,
     ) -> None:
         check_name(name)
@@ -102,15 +110,16 @@ class DurableRun:
         self.rank = rank
         self._steps_back = steps_back
         self._directories: list[DurableDirectory] = []
-        self.space = SwapSpace(paths, weights=weights, direct=direct, directory=self._open_directory)
+        self.space = SwapSpace(paths, weights=weights, direct=direct, directory=self._open_directory, copies=copies)
         """The swap files: for the tier, which closes it."""
         try:
-            self._files = ManifestFiles(self.folder, direct=self.space.direct, count=1 + steps_back)
-            self.snapshots = Snapshots(self.folder)
+            self._files = RunCopies(self.space, self._directories, 1 + steps_back)
+            self.snapshots = Snapshots(self.folder, self._files.each_folder)
             self.found = self._files.newest_first()
             """Manifests that an earlier process committed and nobody adopted yet, newest first."""
             self.uuid = self._check_paths()
             """The run's own, the same on all ranks; None in a run that is new, until `identify`."""
+            self._check_unopened()
             newest = max((m.sequence for m in [*self.found, *self.snapshots.all.values()]), default=0)
             incarnation = secrets.randbits(_INCARNATION_BITS)
             self.extents = ExtentRing(self.space, incarnation, newest + 1, steps_back=steps_back)
@@ -124,7 +133,12 @@ class DurableRun:
     @property
     def folder(self) -> Path:
         """The directory on the first path."""
-        return self._directories[0].path
+        return self._files.directories[0].path
+
+    @property
+    def num_copies(self) -> int:
+        """Return how many drives, or sets of them, have all of it now."""
+        return self._files.num_whole
 
     @property
     def committed(self) -> list[Manifest]:
@@ -148,16 +162,15 @@ class DurableRun:
         """
         if self.uuid is None:
             about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "places": self._places}
-            for place, directory in enumerate(self._directories):
-                directory.write_about(about | {"path": place, "num_paths": len(self._directories)})
+            about["num_paths"] = len(self._files.directories)
+            self._files.each_directory(lambda place, directory: directory.write_about(about | {"path": place}))
             self.uuid = uuid
         elif uuid != self.uuid:
             raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
-        for directory in self._directories:
-            directory.raise_format()
+        self._files.each_directory(lambda place, directory: directory.raise_format())
         digest = identities.digest(identity)
         if (name := identities.file_name(digest)) not in names_in(self.folder):
-            replace_in(self.folder, name, identities.canonical(identity))
+            self._files.each_folder(lambda folder: replace_in(folder, name, identities.canonical(identity)))
         self._identity = digest
 
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
@@ -185,7 +198,8 @@ class DurableRun:
             return held
         self.extents.adopt(manifest.tables, layouts, where=str(self.folder))
         previous = manifest.previous_id or NO_COMMIT
-        copy = replace(manifest, sequence=self.extents.sequence, previous_id=previous, is_first=False)
+        alone = self.num_copies == 1
+        copy = replace(manifest, sequence=self.extents.sequence, previous_id=previous, is_first=False, is_alone=alone)
         self._files.write(copy)
         self.extents.count_manifest()
         return copy
@@ -247,14 +261,12 @@ class DurableRun:
         """
         if num_suspects := len(self.extents.suspects):
             raise StateError("the commit", "every slot of a failed sync written again", f"{num_suspects} are not")
-        for fd in self.space.fds:
-            try:
-                sync_data(fd)
-            except OSError as error:
-                self.extents.suspect_uncommitted()
-                path = self.space.path_of(fd)
-                code = error.errno or errno.EIO
-                raise SwapIOError(code, path=path, direction="write", extent="a sync of it failed") from error
+        self._files.catch_up()
+        try:
+            self.space.sync()
+        except OSError:
+            self.extents.suspect_uncommitted()
+            raise
         before = self.committed
         manifest = Manifest(
             step=step,
@@ -266,6 +278,7 @@ class DurableRun:
             is_first=not before,
             commit_id=commit_id,
             previous_id=before[0].commit_id if before else NO_COMMIT,
+            is_alone=self.num_copies == 1,
         )
         self._files.write(manifest)
         self.extents.note_commit()
@@ -346,20 +359,35 @@ class DurableRun:
     def _check_paths(self) -> str | None:
         """The uuid in the directories, which must be of one run and of these paths in this order.
 
-        Where nothing is committed, a directory may not have got that far before its run died.
+        Where nothing is committed, a directory may not have got that far before its run died; nor may a lost copy.
         """
-        abouts = [read_about(directory.path) for directory in self._directories]
-        uuids = {about["uuid"] for about in abouts if about}
-        own = [{"path": place, "num_paths": len(abouts)} for place in range(len(abouts))]
-        wrong = [about for about, at in zip(abouts, own, strict=True) if about and not at.items() <= about.items()]
-        complete = None not in abouts or not (self.found or self.snapshots.all)
-        if wrong or len(uuids) > 1 or not complete:
+        abouts = [[read_about(directory.path) for directory in of_copy] for of_copy in self._files.of_copies]
+        uuids = {about["uuid"] for of_copy in abouts for about in of_copy if about}
+        wrong = [
+            about
+            for of_copy in abouts
+            for place, about in enumerate(of_copy)
+            if about and (about["path"], about["num_paths"]) != (place, len(of_copy))
+        ]
+        is_complete = None not in abouts[self.space.copies.whole[0]]
+        if wrong or len(uuids) > 1 or not (is_complete or not (self.found or self.snapshots.all)):
             raise ResumeError(
                 self.folder,
                 "is of a run on other paths: give nvme_path the folders that it had, in the same order, or begin "
                 "another run under another name",
             )
-        return str(uuids.pop()) if uuids and None not in abouts else None
+        return str(uuids.pop()) if uuids and is_complete else None
+
+    def _check_unopened(self) -> None:
+        """Raise what kept a copy from being opened, where there is nothing yet to go on with."""
+        for error in self.space.unopened:
+            if not (self.found or self.snapshots.all):
+                raise error
+            warn_user(
+                f"a copy of the durable run {self.name!r} cannot be opened: {error}. It goes on with one copy. To have "
+                "another one made, name a folder on another drive in nvme_path, and start again",
+                of_this_rank=True,
+            )
 
     def _claim(self) -> None:
         """Keep what is referred to. Nothing is claimed, nor the files made longer, before all of it was checked."""
@@ -378,6 +406,23 @@ class DurableRun:
         if self.snapshots.unreadable:
             self.extents.hold_below(_DAMAGED, self.snapshots.held_sizes(sizes))
         self.space.promise()
+
+
+def _check_devices(paths: Sequence[Path], copies: int) -> None:
+    """Raise ConfigError where two copies share a device, which takes both along when it is lost."""
+    seen: dict[int, tuple[int, Path]] = {}
+    for number, path in enumerate(paths if copies > 1 else ()):
+        with suppress(OSError):  # who opens it says so
+            copy, device = number // (len(paths) // copies), path.stat().st_dev
+            other, first = seen.setdefault(device, (copy, path))
+            if other != copy:
+                key = "zero_optimization.offload_optimizer"
+                raise ConfigError(
+                    [
+                        f"{key}.copies = {copies}: {first} and {path} of {key}.nvme_path are on one device, and copies "
+                        "have to be on drives of their own; name a folder on another drive, or write copies = 1"
+                    ]
+                )
 
 
 def _rank() -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,11 +40,13 @@ _NAME = re.compile(RUN_NAME.pattern + r"(?<!\.new)")  # `replace_in` leaves file
 class Snapshots(Mapping[str, Manifest]):
     """The published snapshots of one rank, by name, and what else its folder on the first path has of snapshots.
 
-    Nothing is changed by looking at them, so a run that is alive may be looked at.
+    Nothing is changed by looking at them, so a run that is alive may be looked at. `each_folder` does something to the
+    folder of each copy of the run; None: there is this one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, each_folder: Callable[[Callable[[Path], None]], None] | None = None) -> None:
         self._folder = folder
+        self._each_folder = each_folder or (lambda act: act(folder))
         self._published: dict[str, Manifest] = {}
         self.prepared: dict[str, Manifest] = {}
         self.unreadable: dict[str, list[Path]] = {}
@@ -98,21 +100,20 @@ class Snapshots(Mapping[str, Manifest]):
     def prepare(self, name: str, manifest: Manifest) -> None:
         """Keep a manifest, without saying so. It lasts when this returns. What is damaged of this name is set aside."""
         if name in self.unreadable:
-            aside = self._folder / (SET_ASIDE + name)
             for file in self.unreadable[name]:
-                file.rename(aside)
-            self.unreadable[name] = [aside]
-        replace_in(self._folder, PREPARED + name, manifest.encode())
+                self._rename(file.name, SET_ASIDE + name)
+            self.unreadable[name] = [self._folder / (SET_ASIDE + name)]
+        self._each_folder(lambda folder: replace_in(folder, PREPARED + name, manifest.encode()))
         self.prepared[name] = manifest
 
     def publish(self, name: str) -> None:
         """Say that a prepared one is there."""
-        self._rename(PREPARED, PUBLISHED, name)
+        self._rename(PREPARED + name, PUBLISHED + name)
         self._published[name] = self.prepared.pop(name)
 
     def withdraw(self, name: str) -> None:
         """Say no longer that a published one is there: it is prepared again."""
-        self._rename(PUBLISHED, PREPARED, name)
+        self._rename(PUBLISHED + name, PREPARED + name)
         self.prepared[name] = self._published.pop(name)
 
     def delete_prepared(self, name: str) -> None:
@@ -127,12 +128,18 @@ class Snapshots(Mapping[str, Manifest]):
         self.unreadable.pop(name, None)
 
     def _delete(self, file: str) -> None:
-        (self._folder / file).unlink()
-        sync_folder(self._folder)
+        def delete(folder: Path) -> None:
+            (folder / file).unlink()
+            sync_folder(folder)
 
-    def _rename(self, before: str, after: str, name: str) -> None:
-        (self._folder / (before + name)).rename(self._folder / (after + name))
-        sync_folder(self._folder)
+        self._each_folder(delete)
+
+    def _rename(self, before: str, after: str) -> None:
+        def rename(folder: Path) -> None:
+            (folder / before).rename(folder / after)
+            sync_folder(folder)
+
+        self._each_folder(rename)
 
     # What is damaged.
 
@@ -146,7 +153,7 @@ class Snapshots(Mapping[str, Manifest]):
         noted = {digest: held for digest, held in self._noted().items() if len(held) == len(sizes)}
         if new := digests - noted.keys():
             noted |= {digest: list(sizes) for digest in new}
-            replace_in(self._folder, HELD_NAME, json.dumps(noted).encode())
+            self._each_folder(lambda folder: replace_in(folder, HELD_NAME, json.dumps(noted).encode()))
         of_paths = zip(sizes, *(noted[digest] for digest in digests), strict=True)
         return [min(size, max(held)) for size, *held in of_paths]
 

@@ -146,8 +146,11 @@ class Sealer(Protocol[S_in]):
         What could not be written is asked for again.
         """
 
-    def read_bytes(self, slot: S_in) -> int | None:
-        """Return how many of the first bytes of a slot's extent are read, a multiple of the alignment; None: all."""
+    def begin_read(self, slot: S_in) -> int | None:
+        """Return how many of the first bytes of a slot's extent are read now, as the alignment allows; None: all."""
+
+    def read_elsewhere(self, slot: S_in, error: CorruptionError) -> bool:
+        """Whether another copy can be read in place of that which `verify` has found damaged."""
 
     def verify(self, slot: S_in) -> None:
         """Look whether what was read into the buffer of a slot is what was written.
@@ -217,7 +220,7 @@ class Staging(Generic[S]):
         assert self.tier is not None
         assert slot.extent is not None
         assert slot.buffer is not None
-        size_bytes = self.sealer.read_bytes(slot) if self.sealer is not None else None
+        size_bytes = self.sealer.begin_read(slot) if self.sealer is not None else None
         slot.become(Residency.READING)
         slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=size_bytes)
         self._ring_for(slot.transfer)
@@ -275,15 +278,21 @@ class Staging(Generic[S]):
         self._bell.ring()
 
     def settle(self, slot: S) -> None:
-        """Take note of a transfer that is done, or raise: what was read wrong is given up, what did not go stays."""
+        """Take note of a transfer that is done, or raise: what was read wrong is given up, what did not go stays.
+
+        What was read wrong and is elsewhere, too, is read again: then another transfer is under way.
+        """
         assert slot.transfer is not None
         reading = slot.residency is Residency.READING
         try:
             slot.transfer.wait()
             if reading:
                 self._verify(slot)
-        except FAILURES:
+        except FAILURES as error:
             slot.become(Residency.ON_TIER if reading else Residency.DIRTY)
+            if isinstance(error, CorruptionError) and self.sealer and self.sealer.read_elsewhere(slot, error):
+                self.start_read(slot)
+                return
             if reading:
                 self.give_up(slot)
             raise

@@ -62,6 +62,10 @@ class FreeList:
         """Copy the ranges, to go back to."""
         return FreeList(self.end, self._free)
 
+    def become(self, other: FreeList) -> None:
+        """Have the ranges that another one has."""
+        self.end, self._free = other.end, other.copy()._free
+
     def take(self, size_bytes: int) -> int:
         """Return the offset of a free range of this size, from a hole if one is large enough, else from the end."""
         for index, (offset, free_bytes) in enumerate(self._free):

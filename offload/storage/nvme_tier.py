@@ -48,7 +48,10 @@ class _Submission:
     op: Op
     extent: Extent
     """Kept: its bytes must not be handed out again before."""
+    whole: list[Segment]
+    """They name what is moved of the first copy."""
     segments: list[Segment]
+    """They name what is moved, of the copies that are asked."""
     buffer: StagingBuffer
     engine: Engine
     operation: Operation | None = None
@@ -59,16 +62,17 @@ class _Submission:
         self.operation = self.engine.submit(self.op, self.segments)
         return self.operation
 
-    def renew(self, engine: Engine) -> None:
-        """Let another engine do it, which has not been asked yet."""
+    def renew(self, engine: Engine, segments: list[Segment]) -> None:
+        """Let another engine do it, or other copies be asked; nobody has been asked yet."""
         self.operation = None
         self.engine = engine
+        self.segments = segments
 
-    def over(self) -> bool:
-        """Whether nothing touches the buffer, nor will: what a broken engine lost may be begun again."""
+    def over(self, *, several: bool) -> bool:
+        """Whether nothing touches the buffer, nor will: what a broken engine or one of several copies lost may."""
         if self.operation is None or not self.operation.done():
             return False
-        return self.operation.failure is None or not self.operation.failure.engine_lost
+        return self.operation.failure is None or not (several or self.operation.failure.engine_lost)
 
 
 class NvmeTier:
@@ -103,7 +107,7 @@ class NvmeTier:
                 max_operations=MAX_OPERATIONS,
                 faults=faults,
             )
-            self._engines = EngineInUse(aio.engine, options, self.space.paths[0], self.space.fds)
+            self._engines = EngineInUse(aio.engine, options, self.space.paths[0], self.space.copies.fds)
         except BaseException:
             self.space.close()
             raise
@@ -228,11 +232,11 @@ class NvmeTier:
         if start + (size_bytes or extent.size_bytes) > buffer.size_bytes:
             moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"
             raise ValueError(f"{what}: {moved}, and the buffer has {buffer.size_bytes}")
-        segments = extent.segments(buffer.address + start, 0, size_bytes)
-        submission = _Submission(op, extent, segments, buffer, self.engine)
+        whole, copies = extent.segments(buffer.address + start, 0, size_bytes), self.space.copies
+        submission = _Submission(op, extent, whole, copies.segments(op, whole), buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
-            self._forget([other for other in self._under_way if other.over()])
+            self._forget([other for other in self._under_way if other.over(several=copies.several)])
             self._under_way[submission] = None
         operation = self._submit(submission)
         with self._lock:
@@ -246,7 +250,7 @@ class NvmeTier:
         return operation
 
     def _begin_again(self, submission: _Submission, lost: Operation) -> Operation | None:
-        """Have another engine do from its beginning what a broken one lost; None where there is no other.
+        """Do from its beginning what failed: with another engine, or without the copy that failed; None: there is none.
 
         To write or read the same bytes twice does no harm, as long as nobody else has the buffer.
         """
@@ -257,12 +261,18 @@ class NvmeTier:
                 return submission.operation  # somebody else who waits for it was here before
             if submission not in self._under_way:
                 return None
-            if submission.engine.breakdown is not None and not self._engines.replace(submission.engine):
+            if not self._is_elsewhere(submission, lost.failure):
                 self._forget([submission])
                 return None
             # Intent first, as in `_start`.
-            submission.renew(self.engine)
+            submission.renew(self.engine, self.space.copies.segments(submission.op, submission.whole))
             return self._submit(submission)
+
+    def _is_elsewhere(self, submission: _Submission, failure: Failure | None) -> bool:
+        """Whether there is another engine, or another copy, than the one that failed."""
+        if failure is not None and not failure.engine_lost:
+            return self.space.copies.lose_at(failure.fd, _error(self.space, self._engines, submission.op, "", failure))
+        return submission.engine.breakdown is None or self._engines.replace(submission.engine)
 
     def quiesce(self, buffer: StagingBuffer) -> None:
         """Wait until no transfer can touch a buffer, also one whose handle an exception kept from the caller."""
@@ -321,8 +331,8 @@ def _error(space: SwapSpace, engines: EngineInUse, op: Op, what: str, failure: F
 
 def _say_what_is_memory(space: SwapSpace) -> None:
     """Warn of each path that is on no drive, once in this process."""
-    for path, fd in zip(space.paths, space.fds, strict=True):
-        mount = mount_of(fd)
+    for fd in space.copies.fds:
+        mount, path = mount_of(fd), space.path_of(fd).parent.parent
         if mount and mount.is_memory and path not in _said_in_memory:
             _said_in_memory.add(path)
             logger.warning(

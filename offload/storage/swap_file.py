@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import ForeignFolderError, OutOfSpaceError, SwapIOError
+from nvme_offload.offload.errors import Direction, ForeignFolderError, OutOfSpaceError, SwapIOError
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 from nvme_offload.offload.storage.run_folder import open_in
 
@@ -64,7 +65,11 @@ class SwapFile:
 
     def go_back_to(self, ranges: FreeList) -> None:
         """Hand out what was handed out when `ranges` was copied, and no more."""
-        self.ranges = ranges
+        self.ranges.become(ranges)
+
+    def share_ranges(self, other: SwapFile) -> None:
+        """Have the ranges that another file hands out, for a copy of it."""
+        self.ranges = other.ranges
 
     def take(self, size_bytes: int) -> Stripe:
         """Take a range of this file, not promised yet: `reserve` everything up to `end` before it is used."""
@@ -97,6 +102,14 @@ class SwapFile:
                 direction="allocate",
             ) from error
         self._note_promise(size_bytes)
+
+    def reserve_again(self, size_bytes: int) -> None:
+        """Do what `reserve` does for a file of which somebody may have taken a part."""
+        try:
+            self.check_whole()
+        except SwapIOError:
+            self._note_promise(0)
+        self.reserve(size_bytes)
 
     def _note_found(self) -> None:
         """Note that what an earlier process was promised still is, where no range of the file lacks its blocks."""
@@ -147,6 +160,33 @@ class SwapFile:
             self.check_whole()
             os.ftruncate(self.fd, self.end)
             self._note_promise(self.end)
+
+    def copy_from(self, other: SwapFile, offset: int, memory: memoryview) -> None:
+        """Copy a range of another file to the same place, through memory as large as it is, which is aligned."""
+        other._move(os.preadv, "read", offset, memory)
+        self._move(os.pwritev, "write", offset, memory)
+
+    def _move(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        direction: Direction,
+        offset: int,
+        memory: memoryview,
+    ) -> None:
+        done = 0
+        while done < len(memory):
+            try:
+                moved = call(self.fd, [memory[done:]], offset + done)
+                if done + moved < len(memory):
+                    moved -= moved % self.alignment  # direct I/O goes on where it may begin
+                if not moved:
+                    raise OSError(errno.EIO, "nothing was moved")
+            except OSError as error:
+                code, rest = error.errno or errno.EIO, len(memory) - done
+                raise SwapIOError(
+                    code, path=self.path, offset=offset + done, size_bytes=rest, direction=direction
+                ) from error
+            done += moved
 
     def free(self, stripe: Stripe) -> None:
         """Give a range back for later ``take`` calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import weakref
@@ -13,10 +14,12 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.errors import ForeignFolderError, OutOfSpaceError, SwapIOError
+from nvme_offload.offload.storage.copies import DriveCopies
 from nvme_offload.offload.storage.extent import Extent, Stripe
 from nvme_offload.offload.storage.run_directory import RunDirectory
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+from nvme_offload.offload.sync import sync_data
 
 Size = int | tuple[int, ...]
 """Bytes of an extent; of several parts, each split over the paths by itself: moved alone, it keeps all drives busy."""
@@ -47,6 +50,9 @@ class SwapSpace:
     transfer without RAID. All files are in run directories of their own and disappear with ``close()``; what a killed
     process leaves is removed by the next run on the same path. In directories that `directory` makes files may stay,
     and be opened again: then all of their space is free at first, but for what is claimed.
+
+    With several `copies` the first of as many parts of `paths` has the extents, and each other part has all of them
+    once more. Copies that cannot be opened are in `unopened`, with the reason, and one at least can be.
     """
 
     def __init__(
@@ -56,25 +62,45 @@ class SwapSpace:
         weights: Sequence[float] | None = None,
         direct: DirectPolicy,
         directory: Callable[[Path], SwapDirectory] = RunDirectory,
+        copies: int = 1,
     ) -> None:
         self.paths = tuple(paths)
-        shares = [Fraction(weight) for weight in (weights or [1] * len(paths))]
+        num_paths = len(self.paths) // copies
+        shares = [Fraction(weight) for weight in (weights or [1] * num_paths)]
         self._shares = [share / sum(shares) for share in shares]
         self._directories: list[SwapDirectory] = []
-        self._files: list[SwapFile] = []
+        self._all_files: list[SwapFile] = []
+        self.unopened: list[SwapIOError] = []
+        """Why copies could not be opened, one each."""
         self._lock = threading.Lock()
         self._serials = count()
         self._owned: dict[tuple[Stripe, ...], int] = {}
         """Extents that are handed out, with a number of their own each time."""
         self._lost: deque[tuple[tuple[Stripe, ...], int]] = deque()
         """Extents that nobody has any more; some were freed before they went."""
+        opened: list[list[SwapFile]] = []
         try:
-            for path in self.paths:
-                self._directories.append(directory(path))
-                self._files.append(self._directories[-1].open_swap(direct))
+            for first in range(0, len(self.paths), num_paths):
+                try:
+                    opened.append([self._open(path, direct, directory) for path in self.paths[first:][:num_paths]])
+                except SwapIOError as error:
+                    self.unopened.append(error)
+                    if copies == len(self.unopened) or isinstance(error, ForeignFolderError):
+                        raise
         except BaseException:
             self.close()
             raise
+        self.copies = DriveCopies(opened)
+        """The same bytes, once or several times."""
+        self._files = opened[0]
+        for of_copy in opened[1:]:
+            for file, first_file in zip(of_copy, self._files, strict=True):
+                file.share_ranges(first_file)
+
+    def _open(self, path: Path, direct: DirectPolicy, directory: Callable[[Path], SwapDirectory]) -> SwapFile:
+        self._directories.append(directory(path))
+        self._all_files.append(self._directories[-1].open_swap(direct))
+        return self._all_files[-1]
 
     @property
     def directory(self) -> Path:
@@ -83,30 +109,27 @@ class SwapSpace:
 
     @property
     def fds(self) -> list[int]:
-        """Open file descriptors, one per path."""
+        """Open file descriptors, one per path of the first copy: extents are named by them."""
         return [file.fd for file in self._files]
 
     @property
     def file_sizes(self) -> list[int]:
-        """Bytes that each file has now, one per path."""
-        return [os.fstat(fd).st_size for fd in self.fds]
+        """Bytes that each file of the copy has now that is read, one per path."""
+        return [os.fstat(file.fd).st_size for file in self.copies.files[self.copies.whole[0]]]
 
     @property
     def alignment(self) -> int:
         """Granularity of offsets, sizes and addresses, in bytes."""
-        return max(file.alignment for file in self._files)
+        return max(file.alignment for file in self._all_files)
 
     @property
     def direct(self) -> bool:
         """Whether every path does direct I/O."""
-        return all(file.direct for file in self._files)
+        return all(file.direct for file in self._all_files)
 
     def path_of(self, fd: int) -> Path:
         """The file behind a descriptor, for messages."""
-        for file in self._files:
-            if file.fd == fd:
-                return file.path
-        return self.paths[0]
+        return next((file.path for file in self._all_files if file.fd == fd), self.paths[0])
 
     def allocate(self, size_bytes: int) -> Extent:
         """Allocate one extent as `allocate_all` does."""
@@ -119,8 +142,7 @@ class SwapSpace:
             try:
                 with _AllOrNothing(self._files, self._owned, next(self._serials)):
                     extents = [self._take(size) for size in sizes]
-                    for file in self._files:
-                        file.reserve(file.end)
+                    self._reserve()
             except BaseException:
                 self._give_up_reserves()
                 raise
@@ -135,8 +157,9 @@ class SwapSpace:
                 parts = [self._split(part) for part in (size if isinstance(size, tuple) else (size,))]
                 for of_file, *shares in zip(ranges, *parts, strict=True):
                     of_file.take(sum(shares))
-            for file, of_file in zip(self._files, ranges, strict=True):
-                file.check_room(of_file.end)
+            for copy in self.copies.written:
+                for file, of_file in zip(self.copies.files[copy], ranges, strict=True):
+                    file.check_room(of_file.end)
 
     def claim(self, stripes: Sequence[Stripe]) -> Extent:
         """Take the extent that an earlier process had in these stripes, free again when nobody has it any more.
@@ -161,8 +184,29 @@ class SwapSpace:
     def promise(self) -> None:
         """See that there is space for all that was claimed: none is missing unless somebody else changed the files."""
         with self._lock:
-            for file in self._files:
+            self._reserve()
+
+    def sync(self) -> None:
+        """Bring what was written to the drives of each whole copy. Raises as `sync_copy` does where none is left."""
+        self.copies.each(self.copies.whole, self.sync_copy)
+
+    def sync_copy(self, copy: int) -> None:
+        """Bring what was written to the drives of one copy, or raise SwapIOError."""
+        for file in self.copies.files[copy]:
+            try:
+                sync_data(file.fd)
+            except OSError as error:
+                code = error.errno or errno.EIO
+                raise SwapIOError(code, path=file.path, direction="write", extent="a sync of it failed") from error
+
+    def _reserve(self) -> None:
+        """Have every copy as long as what is handed out. A drive that is full is no lost copy."""
+
+        def reserve(copy: int) -> None:
+            for file in self.copies.files[copy]:
                 file.reserve(file.end)
+
+        self.copies.each(self.copies.written, reserve, raised=OutOfSpaceError)
 
     def _take(self, size: Size) -> Extent:
         """An extent that is free again when nobody has it any more."""
@@ -184,8 +228,11 @@ class SwapSpace:
         return extent
 
     def check_whole(self) -> None:
-        """Raise SwapIOError if somebody shortened a file or took space from it."""
-        for file in self._files:
+        """Raise SwapIOError if somebody shortened a file or took space from it, and no other copy is whole."""
+        self.copies.each(self.copies.written, self._check_whole)
+
+    def _check_whole(self, copy: int) -> None:
+        for file in self.copies.files[copy]:
             try:
                 file.check_whole()
             except SwapIOError:
@@ -204,7 +251,7 @@ class SwapSpace:
 
     def close(self) -> None:
         """Close and delete the files. Idempotent."""
-        for file in self._files:
+        for file in self._all_files:
             file.close()
         for directory in self._directories:
             directory.leave()
@@ -218,7 +265,7 @@ class SwapSpace:
 
     def _give_up_reserves(self) -> None:
         """Give reserves up after an error, which is the one to tell: a file that stays long keeps its promise."""
-        for file in self._files:
+        for file in self._all_files:
             with suppress(OSError):
                 file.give_up_reserve()
 

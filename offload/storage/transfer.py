@@ -24,7 +24,7 @@ class Transfer(Generic[T]):
         operation: what the engine is doing.
         to_error: makes the exception for a failure.
         result: what ``wait`` returns; it is also what keeps memory alive that the operation uses.
-        again: begins an operation once more whose engine broke; None where that cannot be. Asked by who waits.
+        again: begins an operation that failed once more; None where that is of no use. Asked by who waits.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Transfer(Generic[T]):
     def done(self) -> bool:
         """Whether all of the transfer has completed, well or not.
 
-        One whose engine broke is done; whoever waits for it then waits until another engine has done it once more.
+        One whose engine or drive failed is done; whoever waits for it then waits until it was done once more elsewhere.
         """
         return self.operation.done()
 
@@ -59,7 +59,7 @@ class Transfer(Generic[T]):
             if not operation.wait(timeout):
                 raise TimeoutError(f"transfer of {operation.size_bytes} bytes not done after {timeout} s")
             failure = operation.failure
-            renewed = self._begin_again(operation) if failure and failure.engine_lost else None
+            renewed = self._begin_again(operation) if failure else None
             if renewed is None:
                 return self._outcome(failure)
             operation = renewed
@@ -70,7 +70,7 @@ class Transfer(Generic[T]):
             if not operation.done():
                 yield from _LoopWaker.of_running_loop().wait_for(operation).__await__()
             failure = operation.failure
-            renewed = self._begin_again(operation) if failure and failure.engine_lost else None
+            renewed = self._begin_again(operation) if failure else None
             if renewed is None:
                 return self._outcome(failure)
             operation = renewed

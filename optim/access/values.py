@@ -8,6 +8,7 @@ and what stands for state that was never born.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -145,8 +146,7 @@ class CommittedValues:
         if self._held is None or self._held[0] is not slot:
             self._held = None
             chain = self._chains[slot.index]
-            memory = self._reader.read(chain)
-            self._logs.check(slot.subgroup, chain, memory)
+            memory = self._reader.read(chain, partial(self._logs.check, slot.subgroup, chain))
             self._logs.replay_chain(slot.subgroup, chain, memory)
             self._held = slot, memory
         return self._held[1]

@@ -74,7 +74,7 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
     """
     with ExitStack() as files:
         files.enter_context(locked(run))
-        ranks = {rank.rank: files.enter_context(closing(CommittedRank(rank.folders))) for rank in run.ranks}
+        ranks = {rank.rank: files.enter_context(closing(CommittedRank(rank.copies.read_from))) for rank in run.ranks}
         if len({rank.uuid for rank in ranks.values()}) > 1:
             raise ResumeError(run.name, "is the name of several runs here, with other ranks each: remove the others")
         chosen = _chosen(run.name, ranks, step, snapshot)

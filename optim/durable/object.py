@@ -50,6 +50,11 @@ class Durable:
     def client_state(self, value: Mapping[str, Any]) -> None:
         self.commits.client_state = dict(value)
 
+    @property
+    def num_copies(self) -> int:
+        """Return how many copies of the run are whole on this rank; less than the section's where a drive was lost."""
+        return self.commits.run.num_copies
+
     @not_compiled
     def commit(self) -> None:
         """Commit what there is between two steps: `client_state`, hyperparameters, parameters changed by hand.

@@ -38,4 +38,4 @@ def period_of(
         grad=_ITEMSIZE,
     )
     rates = replace(measure_rates(tier), update=num_threads * _UPDATES_PER_THREAD)
-    return auto_period(size, rates, section.wear_limit and section.wear_limit / ranks_on_host())
+    return auto_period(size, rates, section.wear_limit and section.wear_limit / ranks_on_host(), section.copies)

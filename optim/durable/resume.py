@@ -114,7 +114,7 @@ class Resumption:
         try:
             chains = extents.chains_of(manifest.tables, self._layouts())
             for slot, chain in zip(self._store.slots, chains, strict=True):
-                self._durable.logs.check(slot.subgroup, chain, reader.read(chain))
+                reader.read(chain, partial(self._durable.logs.check, slot.subgroup, chain))
         except (CorruptionError, SwapIOError, ResumeError) as damage:
             return str(damage)
         return ""

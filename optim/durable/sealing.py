@@ -9,6 +9,7 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import Sums, check_sums
+from nvme_offload.offload.errors import CorruptionError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.staging.slot import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
@@ -41,15 +42,22 @@ class Sealing:
         self._table = ground.table
         self._kernels = ground.kernels
         self._tail_sums: dict[int, torch.Tensor] = {}
+        self._copies_read: dict[int, int] = {}
+        """The copy that was read last of each slot: others may have lost it meanwhile."""
 
     @property
     def discards(self) -> bool:
         """Whether what changes is given up: there is a run whose state will take its place."""
         return self.run.is_under_way
 
-    def read_bytes(self, slot: SlotRecord) -> int | None:
-        """Return how many bytes of a slot's extent are read; None: all."""
+    def begin_read(self, slot: SlotRecord) -> int | None:
+        """See `Sealer`."""
+        self._copies_read[slot.index] = self.run.space.copies.whole[0]
         return _log_of(slot).read_bytes
+
+    def read_elsewhere(self, slot: SlotRecord, error: CorruptionError) -> bool:
+        """See `Sealer`."""
+        return self.run.space.copies.lose(self._copies_read[slot.index], error)
 
     def seal(self, slot: SlotRecord) -> WriteTarget:
         """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
@@ -124,15 +132,17 @@ class Sealing:
 
     def verify(self, slot: SlotRecord) -> None:
         """Raise CorruptionError if what a step reads of a slot is not what was written."""
-        if slot.checksums is None or slot.buffer is None:  # who takes it up looks at all of it
+        is_found = slot.checksums is None  # who takes it up looks at all of it, and cannot read another copy
+        if slot.buffer is None or (is_found and not self.run.space.copies.several):
             return
-        if _log_of(slot).needs_replay:
+        if is_found or _log_of(slot).needs_replay:
             self.logs.check(slot.subgroup, self._chain_of(slot), slot.buffer)
             return
         base = self._chain_of(slot).base
         assert base is not None
         path = self.run.extents.path_of(base)
         actual = self._kernels.tile_checksums(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
+        assert slot.checksums is not None
         check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
 
     def is_changed(self, slot: SlotRecord) -> bool:

@@ -34,12 +34,15 @@ class Reach(NamedTuple):
     def of(cls, config: OffloadConfig | None) -> Reach:
         """Look on the paths of a section; raises OSError where a folder cannot be looked into."""
         name = None if config is None else config.zero_optimization.offload_optimizer.run_name
-        runs = [] if config is None or name is None else find_runs(config.nvme_paths, name)
+        paths = [] if config is None or name is None else config.nvme_paths
+        if config is not None and config.zero_optimization.offload_optimizer.copies > 1:
+            paths = [path for path in paths if path.is_dir()]  # one may be of a lost drive
+        runs = find_runs(paths, name)
         there = {
-            rank.rank: [*map(str, rank.folders)]
+            rank.rank: [*map(str, rank.copies.read_from)]
             for run in runs
             for rank in run.ranks
-            if (rank.steps or rank.snapshots) and rank.num_paths in (0, len(rank.folders))
+            if (rank.steps or rank.snapshots) and not rank.copies.num_missing
         }
         return cls(socket.gethostname(), there)
 

@@ -84,6 +84,7 @@ class StateStore(StepState):
         ground = Ground(table, kernels, mirror, meter, fused_kernels)
         self.durability: Durability = open_durability(ground)
         durability = self.durability
+        verifies = config.aio.checksums or config.zero_optimization.offload_optimizer.copies > 1
         try:
             if durability.tier is not None:
                 self._tiers["nvme"] = durability.tier
@@ -96,7 +97,7 @@ class StateStore(StepState):
                 meter,
                 durability.tier,
                 self.pool,
-                kernels.tile_checksums if config.aio.checksums else None,
+                kernels.tile_checksums if verifies else None,
                 durability.seal,
             )
             self.blocks: BlockTiers = BlockTiers(config, kernels, locks)

@@ -32,6 +32,7 @@ class KeptState:
     period: int  # every how many steps, where updates are logged; else in every one
     grad_itemsize: int  # bytes of a gradient in a log
     steps_back: int = 1  # the number of steps that can be gone back to
+    copies: int = 1  # each on drives of its own
 
     @classmethod
     def of(cls, config: OffloadConfig, machine: Machine) -> KeptState | None:
@@ -49,9 +50,10 @@ class KeptState:
         elif period == "auto" and rates is not None:
             state = state_itemsize(precision.master, rule.states)
             size = DurableBytes(state=state, tail=_tail_itemsize(precision.master), grad=grad_itemsize)
-            period = auto_period(size, rates, section.wear_limit and section.wear_limit / machine.ranks_per_node)
+            limit = section.wear_limit and section.wear_limit / machine.ranks_per_node
+            period = auto_period(size, rates, limit, section.copies)
         assert period != "auto"
-        return cls(period, grad_itemsize, section.rewind_steps)
+        return cls(period, grad_itemsize, section.rewind_steps, section.copies)
 
     def size_of(self, subgroup: Subgroup) -> DurableBytes:
         """Return what there is of a subgroup."""
@@ -64,7 +66,7 @@ class KeptState:
 
     def costs_of(self, subgroup: Subgroup) -> PeriodCosts:
         """Return what an average step costs of a subgroup."""
-        return costs_of(self.size_of(subgroup), self.period)
+        return costs_of(self.size_of(subgroup), self.period, self.copies)
 
     def buffer_bytes(self, subgroup: Subgroup) -> int:
         """Bytes that a subgroup takes in memory: its base, and the longest log that is read with it."""
@@ -97,7 +99,7 @@ class KeptState:
     def unit(self, subgroups: Sequence[Subgroup], on_drives: int) -> Unit:
         """The space that bases and logs take besides the state that is counted on the drives already."""
         space = sum(bytes_needed(map(self._layout_of, subgroups), self.steps_back))
-        return Unit(KIND, KIND, space - on_drives, tiers=("nvme",))
+        return Unit(KIND, KIND, self.copies * space - on_drives, tiers=("nvme",))
 
     def _layout_of(self, subgroup: Subgroup) -> SlotLayout:
         tail = _tail_itemsize(subgroup.form) * subgroup.padded_numel

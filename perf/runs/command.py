@@ -161,10 +161,10 @@ def _named(name: str, paths: Sequence[Path] | None, config: Path | None, snapsho
 
 
 def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
-    missing = [rank for rank in run.ranks if rank.num_paths > len(rank.folders)]
+    missing = [rank.copies for rank in run.ranks if rank.copies.num_missing]
     if missing and not partly:
         raise typer.BadParameter(
-            f"{run.name!r} has {missing[0].num_paths} paths, and {len(missing[0].folders)} of them are among these "
+            f"{run.name!r} has {missing[0].num_paths} paths, and {len(missing[0].read_from)} of them are among these "
             f"folders: name all{'' if partly is None else ', or say --partly'}",
             param_hint="PATH",
         )
@@ -215,6 +215,10 @@ def _said(run: RunFound) -> list[str]:
     if run.step is None:
         committed = any(rank.steps for rank in run.ranks)
         said.append("there is no step that all of these ranks have" if committed else "nothing was committed")
+    for rank in run.ranks:
+        first, num_copies = rank.copies.read_from[0], len(rank.folders) // len(rank.copies.read_from)
+        if num_copies > 1:
+            said.append(f"rank {rank.rank}: {rank.copies.num_whole} of {num_copies} copies whole, read from {first}")
     if run.snapshots:
         said.append(f"snapshots: {', '.join(run.snapshots)}")
     for rank in run.ranks:
@@ -226,5 +230,9 @@ def _said(run: RunFound) -> list[str]:
 
 def _as_dict(run: RunFound) -> dict[str, Any]:
     about = {"name": run.name, "step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes}
-    ranks = [{**dataclasses.asdict(rank), "steps": list(rank.steps.values())} for rank in run.ranks]
+    ranks = [
+        {**dataclasses.asdict(rank), **rank.copies._asdict(), "steps": list(rank.steps.values())} for rank in run.ranks
+    ]
+    for rank in ranks:
+        del rank["copies"]
     return {**about, "num_ranks": run.num_ranks, "committed_at": run.committed_at, "ranks": ranks}

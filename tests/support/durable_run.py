@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from typer.testing import CliRunner
 
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.durable.chain import SlotLayout, Written
@@ -18,6 +19,7 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Memory
+from nvme_offload.perf import cli
 
 LAYOUTS = [
     SlotLayout(ExtentLayout(8192, 4096, 4096)),
@@ -184,6 +186,11 @@ def read_past_the_tier(run: DurableRun) -> Values:
         memory.view(torch.uint8, 0, len(content)).copy_(torch.frombuffer(content, dtype=torch.uint8))
         values.append(checked_value(run, slot, memory, layout))
     return tuple(values)
+
+
+def said_by_runs(*paths: Path) -> str:
+    """What `offload runs` prints of these folders."""
+    return CliRunner().invoke(cli.app, ["runs", *map(str, paths)]).output
 
 
 def as_an_earlier_version_wrote(folder: Path) -> None:

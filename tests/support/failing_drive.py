@@ -3,9 +3,13 @@
 import errno
 import os
 import weakref
+from contextlib import contextmanager
 
 from nvme_offload.aio_native import Op as Op
+from nvme_offload.aio_native.injection import FaultInjector
+from nvme_offload.offload.storage import swap_space
 from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.sync import sync_data
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR as STANDS_IN_FOR
 from nvme_offload.perf.measure.paced import paced_drive as paced_drive
 
@@ -21,6 +25,30 @@ def flip_bit(path, offset):
 
 FAILS_WITH = {errno.EIO: "/proc/self/mem", errno.ENOSPC: "/dev/full"}
 """Files whose transfers fail so at the offsets of small swap files: low addresses are never mapped."""
+
+
+@contextmanager
+def failing_copy(optimizer, copy, monkeypatch, op):
+    """Requests in one direction to the files of a copy of a run complete with EIO, in engines with faults."""
+    fds = [file.fd for file in optimizer.store.durability.run.space.copies.files[copy]]
+    overwrite = FaultInjector._overwrite
+
+    def failing(injector, request, result):
+        return -errno.EIO if request.fd in fds and request.op is op else overwrite(injector, request, result)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FaultInjector, "_overwrite", failing)
+        yield
+
+
+def fail_to_sync(fd, patch):
+    """Make the syncs of one swap file fail."""
+    patch.setattr(swap_space, "sync_data", lambda file: fail() if file == fd else sync_data(file))
+
+
+def fail(*_):
+    """As a drive that is lost."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 class Failing:

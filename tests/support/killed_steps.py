@@ -9,9 +9,11 @@ import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -24,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload import OffloadAdamW
+from nvme_offload.offload.durable import run_copies
+from nvme_offload.offload.durable.inventory import find_runs
 from tests.support.durable_engine import durable, whole
 from tests.support.resuming import steps_of
 from tests.support.training import params_of, section
@@ -35,12 +39,15 @@ _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 
 
-def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, **more):
+def durable_section(path, name, *, rewind_steps=1, rewrite_every=1, other=None, **more):
+    """With the folder of an `other` drive the run has a copy there."""
     made = section(path, sub_group_size=65536, clip=1.0, **more)
     offload = made["zero_optimization"]["offload_optimizer"]
     offload["staging_budget"] = "8MiB"
     if name:
         offload |= {"durable": name, "rewind_steps": rewind_steps, "rewrite_every": rewrite_every}
+        if other:
+            offload |= {"nvme_path": [str(path), str(other)], "copies": 2}
     return made
 
 
@@ -78,9 +85,9 @@ def train_optimizer(path, name, note, **more):
         return digest_of([*params, *(value for entries in state.values() for value in entries.values())])
 
 
-def train_engine(path, name, note, tiers="state"):
+def train_engine(path, name, note, tiers="state", other=None):
     """The same of a sharded model, on the ranks of this process group."""
-    with durable("bf16", path, name, tiers) as engine:
+    with durable("bf16", path, name, tiers, other=other) as engine:
         for number in _steps_left(engine, name, note):
             steps_of(engine, dist.get_rank(), [number])
         state, scalars = whole(engine)
@@ -107,6 +114,7 @@ class Kind(NamedTuple):
     num_ranks: int = 1
     how: Mapping = {}  # it is made to last
     plain: Mapping = {}  # how the one is made that it is compared with, which does not last
+    copies: bool = False  # it is on two drives, of which one is erased now and then
 
 
 KINDS = {
@@ -118,7 +126,10 @@ KINDS = {
     "everything-logged": Kind(train_engine, how={"tiers": "everything, logged"}),
     "in-backward": Kind(train_engine, how={"tiers": "backward"}, plain={"tiers": "unclipped"}),
     "parameters-logged": Kind(train_engine, how={"tiers": "parameters, logged"}),
+    "copies": Kind(train_optimizer, copies=True),
+    "copies-logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}, copies=True),
     "two-ranks": Kind(train_engine, 2),
+    "two-ranks-copies-logged": Kind(train_engine, 2, {"tiers": "state, logged"}, copies=True),
     "two-ranks-logged": Kind(train_engine, 2, {"tiers": "state, logged"}),
     "two-ranks-everything": Kind(train_engine, 2, {"tiers": "everything"}),
     "two-ranks-in-backward": Kind(train_engine, 2, {"tiers": "backward, logged"}, {"tiers": "unclipped"}),
@@ -141,8 +152,9 @@ def fork(life):
 class Lives:
     """Lives of one run, and what they noted in memory that outlives them."""
 
-    def __init__(self, path, kind, name, seed, *, lasting=True):
+    def __init__(self, path, kind, name, seed, *, lasting=True, other=None):
         self.path, self.kind, self.name, self.lasting = path, kind, name, lasting
+        self.other, self.num_erased, self.num_behind = other, 0, 0
         self.random = random.Random(seed)
         self.pages = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(kind.num_ranks)]
         self.number = 0
@@ -153,6 +165,8 @@ class Lives:
         finished = min(returned for _, _, returned in self._notes())
         for rank in range(self.kind.num_ranks):
             self._note(rank, -1, 0, 0)
+        if self.other and self.number:
+            self._erase_a_drive()
         self.number += 1
         pids = [fork(partial(self._life, rank)) for rank in range(self.kind.num_ranks)]
         killed = seconds is not None and self._kill(pids, seconds)
@@ -161,12 +175,29 @@ class Lives:
         self._hold_resumed_to(finished)
         return None if any(statuses) else self._ended()
 
+    def _erase_a_drive(self):
+        """Now and then, where the other one has all."""
+        paths = [self.path, self.other]
+        (run,) = find_runs(paths, self.name) or [None]
+        if (
+            run is None
+            or len(run.ranks) < self.kind.num_ranks
+            or any(rank.copies.num_whole < len(paths) for rank in run.ranks)
+        ):
+            self.num_behind += 1
+        elif self.random.random() < 0.6:
+            self.num_erased += 1
+            for folder in self.random.choice(paths).glob(f"nvme-durable-{self.name}-rank*"):
+                shutil.rmtree(folder)
+
     def _life(self, rank):
         if self.kind.train is train_engine:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.kind.num_ranks))
             met = f"file://{self.path}/{self.name}.{self.number}"
             dist.init_process_group("gloo", init_method=met, rank=rank, world_size=self.kind.num_ranks)
         name, how = (self.name, self.kind.how) if self.lasting else (None, self.kind.plain)
+        if self.other:
+            how = {**how, "other": self.other}
         digest = self.kind.train(self.path, name, partial(self._note, rank), **how)
         self._end_of(rank).write_text(digest)
         if dist.is_initialized():
@@ -213,15 +244,16 @@ def _has_ended(pid):
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def kill(root, name, num_kills, seed):
+def kill(root, name, num_kills, seed, other):
     """Kill runs of this kind so often; how often, and what each life went on from."""
     kind, begun = KINDS[name], time.monotonic()
     expected = Lives(root, kind, f"{name}-plain", seed, lasting=False).digest()
     seconds = time.monotonic() - begun
     done = rounds = 0
     history = []
+    erased = behind = 0
     while done < num_kills:
-        lives = Lives(root, kind, f"{name}-{rounds}", seed + rounds)
+        lives = Lives(root, kind, f"{name}-{rounds}", seed + rounds, other=other if kind.copies else None)
         for _ in range(_ATTEMPTS):
             digest = lives.digest(lives.random.uniform(0, 0.4 * seconds) if done < num_kills else None)
             if digest is not None:
@@ -229,8 +261,8 @@ def kill(root, name, num_kills, seed):
             done += 1
         assert digest == expected, f"{lives.name} (seed {seed + rounds}): other bits, resumed at {lives.history}"
         history.append(lives.history)
-        rounds += 1
-    return {"kills": done, "history": history}
+        rounds, erased, behind = rounds + 1, erased + lives.num_erased, behind + lives.num_behind
+    return {"kills": done, "history": history, "erased": erased, "behind": behind}
 
 
 def main(root, num_kills, seed, *names):
@@ -239,7 +271,9 @@ def main(root, num_kills, seed, *names):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
-    json.dump({name: kill(Path(root), name, num_kills, seed) for name in names}, sys.stdout)
+    run_copies._LEAST_SHARE_BYTES, run_copies._PIECE_BYTES = 1 << 20, 1 << 16  # kills come while a copy is made again
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if any(KINDS[name].copies for name in names) else None) as other:
+        json.dump({name: kill(Path(root), name, num_kills, seed, Path(other)) for name in names}, sys.stdout)
 
 
 if __name__ == "__main__":

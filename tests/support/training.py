@@ -215,8 +215,8 @@ def faulty_drive(faults: FaultSpec | None = None) -> Iterator[list[NvmeTier]]:
     tiers: list[NvmeTier] = []
 
     class FaultyTier(NvmeTier):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config, faults=faults)
+        def __init__(self, config: Any, **more: Any) -> None:
+            super().__init__(config, faults=faults, **more)
             tiers.append(self)
 
     with pytest.MonkeyPatch.context() as patch:

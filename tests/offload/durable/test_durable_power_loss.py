@@ -13,6 +13,7 @@ from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.durable.run import DurableRun
+from nvme_offload.offload.storage import swap_space as spaces
 from tests.support.durable_run import IDENTITY, LAYOUTS, live, name_of, read_past_the_tier
 from tests.support.power_loss import Recording
 
@@ -92,7 +93,7 @@ def test_ten_thousand_random_subsets(paths, monkeypatch, seed):
 
 
 def no_sync_of_the_data(patch):
-    patch.setattr(runs, "sync_data", lambda fd: None)
+    patch.setattr(spaces, "sync_data", lambda fd: None)
 
 
 def manifests_ordered_by_step(patch):

@@ -10,10 +10,10 @@ import pytest
 
 from nvme_offload import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable import identity
-from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
+from nvme_offload.offload.storage import swap_space as spaces
 from tests.support.durable_run import LAYOUTS, SmallRun, base_of, name_of, read_past_the_tier
 from tests.support.failing_drive import flip_bit
 
@@ -66,13 +66,13 @@ class Walk:
         self.small.write({slot: self.chance.getrandbits(31) for slot in self.some_slots()})
 
     def commit_in_vain(self):
-        before = runs.sync_data
-        runs.sync_data = self.refuse
+        before = spaces.sync_data
+        spaces.sync_data = self.refuse
         try:
             with pytest.raises(SwapIOError, match="a sync of it failed"):
                 self.commit()
         finally:
-            runs.sync_data = before
+            spaces.sync_data = before
         self.small.write({slot: self.small.values[slot] for slot in sorted(self.small.run.extents.suspects)})
 
     def refuse(self, fd):
@@ -219,7 +219,7 @@ def test_the_trailer_of_another_write_is_not_taken(small):
 def test_after_a_failed_sync_everything_must_be_written_again(small, monkeypatch):
     """What a drive did not keep then, a later sync does not say again."""
     small.commit("0", 0)
-    monkeypatch.setattr(runs, "sync_data", Walk.refuse.__get__(small))
+    monkeypatch.setattr(spaces, "sync_data", Walk.refuse.__get__(small))
     with pytest.raises(SwapIOError):
         small.commit("1", 1, [0, 2])
     monkeypatch.undo()

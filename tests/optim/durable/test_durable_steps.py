@@ -78,7 +78,7 @@ def test_a_step_takes_its_norm_while_the_one_before_is_made_to_last(drive, monke
     params, optimizer = fresh(drive)
     with optimizer:
         monkeypatch.setattr("nvme_offload.optim.step.stepper.total_norm", norm)
-        monkeypatch.setattr("nvme_offload.offload.durable.run.sync_data", sync)
+        monkeypatch.setattr("nvme_offload.offload.storage.swap_space.sync_data", sync)
         train(optimizer, params, range(2))
     assert len(came) >= 2
     assert all(came)
@@ -341,7 +341,7 @@ def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monk
         train(optimizer, params, range(2))
         optimizer.durable.commits.settle()
         with monkeypatch.context() as patch:
-            patch.setattr("nvme_offload.offload.durable.run.sync_data", full)
+            patch.setattr("nvme_offload.offload.storage.swap_space.sync_data", full)
             train(optimizer, params, [2])
             with pytest.warns(RuntimeWarning, match=r"training goes on \(step 2 lasts\)"):
                 optimizer.durable.commits.settle()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import warnings
 
 import pytest
@@ -40,6 +41,23 @@ def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
     assert sum(found["kills"] for found in outcome.values()) >= 200
     for name, found in outcome.items():
         assert any(step > 0 for life in found["history"] for step in life), f"{name}: no life went on from a step"
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "kinds"),
+    [
+        (10, ["copies-logged"]),
+        pytest.param(70, ["copies", "copies-logged", "two-ranks-copies-logged"], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_now_and_then_a_drive_is_erased_it_ends_with_the_same_bits(drive, num_kills, kinds):
+    if os.stat("/dev/shm").st_dev == drive.stat().st_dev:
+        pytest.skip("there is no second device")
+    outcome = kill(drive, num_kills, 11, *kinds, timeout=7200)
+    assert all(found["kills"] >= num_kills for found in outcome.values())
+    for name, found in outcome.items():
+        assert found["erased"] >= num_kills // 8, f"{name}: drives were not erased"
+        assert found["behind"] >= num_kills // 8, f"{name}: no kill came while a copy was made again"
 
 
 BACK_AND_FORTH = CHILD.replace("killed_steps", "killed_histories")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, OffloadAdamW, ResumeError, StateError
-from nvme_offload.offload.durable import run as runs
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.durable.ring import ExtentRing
+from nvme_offload.offload.storage import swap_space as spaces
 from tests.support.killed_steps import durable_section
 from tests.support.power_loss import Recording
 from tests.support.training import assert_same_bits, params_of, set_grads, snapshot
@@ -105,7 +105,7 @@ def test_many_random_subsets_of_sectors(in_memory, monkeypatch, seed):
 
 
 def no_sync_of_the_data(patch):
-    patch.setattr(runs, "sync_data", lambda fd: None)
+    patch.setattr(spaces, "sync_data", lambda fd: None)
 
 
 def stale_manifests_left_alive(patch):

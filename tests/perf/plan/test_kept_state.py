@@ -75,9 +75,17 @@ def planned(compute_seconds=0.0, **keys):
     return predict(job, replace(MACHINE, drives=drives, flops=6e9 / compute_seconds if compute_seconds else 1e18))
 
 
+def space_of(found):
+    return found.tiers.bytes_on("nvme")
+
+
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize(("period", "bytes_per_param"), [(1, 12), (2, 7), (3, 16 / 3), (16, 42 / 16)])
-def test_wear_and_life_are_those_of_the_period(period, bytes_per_param):
-    found = planned(100.0, rewrite_every=period)
+def test_wear_and_life_are_those_of_the_period_and_of_each_copy(period, bytes_per_param, copies):
+    bytes_per_param *= copies
+    found = planned(100.0, rewrite_every=period, copies=copies, nvme_path=["a", "b"][:copies])
+    once = planned(100.0, rewrite_every=period)
+    assert space_of(found) == pytest.approx(copies * space_of(once))
     steps = 86_400 / found.time.seconds
     assert found.to_dict()["rewrite_every"] == period
     assert found.written_per_day == pytest.approx(bytes_per_param * GB * steps)
