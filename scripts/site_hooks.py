@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "src" / "nvme_offload" / "__init__.pyi"
 LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]*)")
-RUNNABLE = re.compile(r"^(?P<fence>`{3}\w+) runnable$", re.MULTILINE)
+MARKED = re.compile(r"^(?P<fence>`{3}\w+) (?:runnable|output)$", re.MULTILINE)
 
 # Page, title, what its public names are imported from; a name belongs to the first page that has its module.
 PAGES = (
@@ -84,4 +84,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if path.is_dir() else "blob"
         return f"{source_url()}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
 
-    return RUNNABLE.sub(r"\g<fence>", LINK.sub(at_source, markdown))
+    return MARKED.sub(r"\g<fence>", LINK.sub(at_source, markdown))

@@ -47,10 +47,11 @@ def test_every_public_name_has_its_place(site):
         assert f'id="nvme_offload.{member}"' in pages, member
 
 
-def test_links_to_the_source_lead_there(site):
+def test_links_to_the_source_lead_there_and_no_block_of_code_is_shown_as_text(site):
     found = set()
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
+        assert "```" not in text, page
         left = re.findall(r'href="(?:\.\./)+(?:aio_native|offload|optim|perf|tests|scripts)/[^"]*"', text)
         assert not left, page
         found |= {(match["kind"], match["path"]) for match in SOURCE.finditer(text)}
