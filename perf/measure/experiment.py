@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from nvme_offload.offload.progress import say
 from nvme_offload.perf.measure.command_line import check_save, failures_in_words, say_saved
@@ -106,14 +106,14 @@ def run_experiment(
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """Make a table; one that is too wide for the console has its columns as rows."""
-    table = Table(*head, box=None)
+    """Make a table that the console is wide enough for: with its columns as rows, or with cells of several lines."""
+    (first, *others), wide = zip(head, *rows, strict=True), console.options.update(max_width=1000)
+    tables = _filled(head, rows), _filled(first, others)
+    return next((each for each in tables if console.measure(each, options=wide).maximum <= console.width), tables[0])
+
+
+def _filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*(Column(each, overflow="fold") for each in head), box=None)
     for row in rows:
-        table.add_row(*row)
-    if console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width:
-        return table
-    first, *others = zip(head, *rows, strict=True)
-    table = Table(*first, box=None)
-    for row in others:
         table.add_row(*row)
     return table

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nvme_offload.perf.measure.experiment import Row, run_experiment
 from tests.perf.experiments.running import results
 
 MOST = {1: (12, 10.0), 2: (7, 12.0), 3: (16 / 3, 13.4)}
@@ -85,3 +86,11 @@ def test_every_cost_has_a_figure(tmp_path):
     }
     assert all(each["each"] > 0 for name, each in found.items() if not name.startswith("step on NVMe"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_is_too_wide_either_way_has_cells_of_several_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    run_experiment(
+        "costs", "Costs", [Row({"what": f"a long operation {n}", "ratio": "0.93 (0.90 to 0.97)"}, {}) for n in range(9)]
+    )
+    assert "what ratio" in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
