@@ -93,6 +93,8 @@ class OffloadOptimizer(Optimizer):
                 f'{type(self).__name__}: offload= is missing: name a folder on a drive, as offload="/mnt/nvme0", or a '
                 "section, as a dict or a file; `offload init` writes one"
             )
+        if isinstance(params, nn.Module):
+            raise TypeError(f"{type(self).__name__}: params = a {type(params).__name__}: pass model.parameters()")
         config = OffloadConfig.of(offload)
         self.config = config if config.offload is None else CANDIDATES[0].applied(config)
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
@@ -439,7 +441,8 @@ class OffloadOptimizer(Optimizer):
         """
         if self._commits is None:
             name = type(self).__name__
-            raise StateError(name, "durable in offload_optimizer of the section", "state that ends with the process")
+            durable = 'a durable run ("durable": true in zero_optimization.offload_optimizer of the section)'
+            raise StateError(name, durable, "one whose state ends with the process")
         return Durable(self._commits, self)
 
     @property

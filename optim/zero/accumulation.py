@@ -130,7 +130,7 @@ class Accumulation:
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for what cannot be the loss of a backward."""
+    """Raise TypeError, ValueError or RuntimeError for what cannot be the loss of a backward."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"engine.backward needs the loss itself, not {type(loss).__name__}: a Hugging Face model that was "
@@ -138,3 +138,15 @@ def check_loss(loss: torch.Tensor) -> None:
         )
     if loss.numel() != 1:
         raise ValueError(f"engine.backward needs a scalar loss, not one of shape {tuple(loss.shape)}: take its mean")
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "engine.backward needs a loss with a graph, and this one has none: compute it from what engine(...) "
+            "returned, without detach(), and outside torch.no_grad()"
+        )
+
+
+def check_loss_of(loss_of: object) -> None:
+    """Raise TypeError for what cannot compute the loss of a micro-batch."""
+    if not callable(loss_of):
+        how = "write engine.accumulate(loss_of, micro_batches), where loss_of(micro_batch) returns a loss"
+        raise TypeError(f"engine.accumulate: loss_of = a {type(loss_of).__name__}, which nobody can call: {how}")

@@ -31,7 +31,7 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.telemetry.stats import Span
-from nvme_offload.optim.zero.accumulation import Accumulation, check_loss
+from nvme_offload.optim.zero.accumulation import Accumulation, check_loss, check_loss_of
 from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
@@ -322,6 +322,7 @@ class OffloadEngine(CheckpointEngine):
             BlockOrderError: ``micro_batch_order`` is "vertical", and the model cannot be computed block by block.
             SwapIOError, CorruptionError, StateError, KeyboardInterrupt: as `backward`.
         """
+        check_loss_of(loss_of)
         batches = list(micro_batches)
         if not scale_wrt_gas:
             check_alike(len(batches), self.mesh)

@@ -105,6 +105,7 @@ def initialize(
         ValueError: the model, its device, a block, a parameter, a group or the scheduler cannot be used.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
+    _check_model(model)
     given = _section(config, model, of_deepspeed)
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
@@ -123,6 +124,12 @@ def initialize(
         engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks, activations)
         undo.pop_all()
     return engine
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        how = "write initialize(model, section), with a torch.nn.Module as model"
+        raise TypeError(f"initialize: model = a {type(model).__name__}: {how}")
 
 
 @dataclass

@@ -76,7 +76,7 @@ def remove(
         bool, typer.Option("--partly", help="Remove it, too, if some of its paths are not among these folders.")
     ] = False,
 ) -> None:
-    """Delete a run with all that it has committed, or one snapshot of it. One that is alive is refused."""
+    """Delete a run, or one snapshot of it. A run that is alive is refused."""
     run = _named(name, paths, config, snapshot)
     _check_paths(run, partly=partly)
     try:
@@ -119,7 +119,9 @@ def export(
         bool, typer.Option("--partly", help="Export a run with frozen parameters, too, which it does not keep.")
     ] = False,
 ) -> None:
-    """Write a committed step as safetensors in the layout of Hugging Face, or as a checkpoint, without the model.
+    """Write a committed step as safetensors, or as a checkpoint.
+
+    It does not need the model. Weights are in the layout of Hugging Face.
 
     Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
     """
@@ -176,6 +178,9 @@ def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
         folders += OffloadConfig.from_file(config).nvme_paths if config else []
         if not folders:
             raise typer.BadParameter("name a folder of nvme_path, or a configuration", param_hint="PATH")
+        if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+            what = "is no directory: name a folder that a section has as nvme_path"
+            raise typer.BadParameter(f"{', '.join(missing)} {what}", param_hint="--config" if config else "PATH")
         return find_runs(folders)
     except (ConfigError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--config" if config else "PATH") from error

@@ -116,7 +116,7 @@ def test_what_it_reserved_is_free_again(drive, folder):
 
 def test_without_a_durable_run_it_is_refused(folder):
     with fresh_engine("bf16") as engine:
-        with pytest.raises(StateError, match="durable in offload_optimizer"):
+        with pytest.raises(StateError, match=r"durable.*offload_optimizer"):
             engine.save_checkpoint(folder, background=True)
         with pytest.raises(ValueError, match="share = 0 of the time"):
             engine.save_checkpoint(folder, share=0)

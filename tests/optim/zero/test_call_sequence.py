@@ -281,3 +281,21 @@ def test_an_optimizer_that_is_made_already_is_refused_with_the_two_lines(alone, 
     given = eval(written[written.index("partial(Off") : -1], names)
     with initialize(model, section(), optimizer=given) as engine:
         assert engine.optimizer.param_groups[0]["lr"] == made.param_groups[0]["lr"]
+
+
+MISTAKEN = {
+    "initialize: model = a dict: write initialize": lambda model, section: initialize(section, model),
+    "OffloadAdamW: params = a Model: pass model.parameters": lambda model, section: OffloadAdamW(
+        model, offload=section
+    ),
+    "loss_of = a list, .* write engine.accumulate": lambda model, section: initialize(model, section).accumulate(
+        [], len
+    ),
+    "a loss with a graph": lambda model, section: initialize(model, section).backward(torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKEN)
+def test_a_call_with_something_else_says_what_to_write(words, alone):
+    with pytest.raises((TypeError, RuntimeError), match=words):
+        MISTAKEN[words](fresh_model(), section(0, **BF16))

@@ -188,6 +188,7 @@ def test_one_path_of_a_run_whose_other_is_lost(small, paths):
 def test_words_that_lead_nowhere(paths, arguments):
     code, output = offload(*(argument.format(a=paths[0]) for argument in arguments))
     assert code == 2, output
+    assert "Errno" not in output
 
 
 def test_the_paths_of_a_configuration(small, paths, in_memory):
