@@ -43,6 +43,7 @@ PARTS = {
 """An iteration's seconds went to these, with the scalar that has each."""
 STEP_HEAD = ("a step, by kind", "read", "written", "tier plan: read", "written")
 BAR = 20  # characters of a bar
+WHOLE_LINES = 30  # of a terminal that shows all of a run with every kind on a drive
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
 NOTHING_YET = "a run has begun here and has not ended a step yet"
 State = Literal["live", "ended", "gone", "unknown"]
@@ -58,15 +59,18 @@ def drive_rows(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
             yield path, name, "-" if warmth is None else f"{warmth:.0f} °C"
 
 
-def view(run: RunOnShow, limit: float | None, now: float) -> RenderableType:
+def view(run: RunOnShow, limit: float | None, now: float, *, lines: int | None = None) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
     `limit`: bytes per second that its drives reach reading and writing at once; None: the most that the run has seen.
+    `lines`: those of the terminal; with fewer than `WHOLE_LINES` it is not shown where everything is, which stays.
     """
     record = run.record
-    parts = [_tiers(record["tiers"]), _now(record, limit), _iteration(record["scalars"], record["limit"])]
+    parts = [_now(record, limit), _iteration(record["scalars"], record["limit"])]
     if moved := _step_rows(record):
-        parts.insert(1, _table(STEP_HEAD, moved))
+        parts.insert(0, _table(STEP_HEAD, moved))
+    if lines is None or lines >= WHOLE_LINES:
+        parts.insert(0, _tiers(record["tiers"]))
     rows = list(drive_rows(record["paths"]))
     if rows:
         table = Table("path", "drive", "warmth", box=None, pad_edge=False)
@@ -216,16 +220,16 @@ def top(
         console.print(_page(found, limit))
 
 
-def _page(runs: list[RunOnShow], limit: float | None) -> RenderableType:
+def _page(runs: list[RunOnShow], limit: float | None, lines: int | None = None) -> RenderableType:
     now = time.time()
-    return Group(*(view(run, limit, now) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
+    return Group(*(view(run, limit, now, lines=lines) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
 
 
 def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
     """Look again and again, until every run is over or the user types q or Ctrl-C; those that are gone stay as last."""
     with (
         suppress(KeyboardInterrupt),
-        Live(_page(runs, limit), console=console, auto_refresh=False) as live,
+        Live(_page(runs, limit, console.height), console=console, auto_refresh=False) as live,
         Keyboard() as keyboard,
     ):
         while not runs or not all(run.is_over for run in runs):
@@ -235,7 +239,7 @@ def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: flo
             with suppress(NoRunError):
                 found = {run.key: run for run in runs_of(path)}
             runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
-            live.update(_page(runs, limit), refresh=True)
+            live.update(_page(runs, limit, console.height), refresh=True)
 
 
 class Keyboard:

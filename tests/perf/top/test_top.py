@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from nvme_offload.perf import cli
@@ -101,6 +102,14 @@ def test_it_fits_80_columns(log):
     assert max(map(len, lines)) == 80
     assert "…" not in "".join(lines)
     assert len(lines) <= 24
+
+
+def test_a_terminal_of_24_lines_shows_a_run_with_every_kind_on_a_drive(capsys):
+    kinds = {key: {"read": 1, "written": 1} for key in ("optimizer state", "parameters", "gradients")}
+    Console(width=80).print(command.view(RunOnShow(RECORD | {"planned": kinds}), None, 0.0, lines=24))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert "steps in" in lines[-1]
 
 
 def test_a_live_run_and_after_its_end(training, tmp_path):
