@@ -105,7 +105,6 @@ def initialize(
         ValueError: the model, its device, a block, a parameter, a group or the scheduler cannot be used.
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
-    _check_model(model)
     given = _section(config, model, of_deepspeed)
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
@@ -124,12 +123,6 @@ def initialize(
         engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks, activations)
         undo.pop_all()
     return engine
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        how = "write initialize(model, section), with a torch.nn.Module as model"
-        raise TypeError(f"initialize: model = a {type(model).__name__}: {how}")
 
 
 @dataclass
@@ -247,9 +240,12 @@ class _Making:
         return activations.attach()
 
 
-def _section(config: Any, model: nn.Module, more: Mapping[str, Any]) -> Any:
-    """Return the section, or raise TypeError for arguments that are DeepSpeed's."""
+def _section(config: Any, model: Any, more: Mapping[str, Any]) -> Any:
+    """Return the section, or raise TypeError for a model that is none, and for arguments that are DeepSpeed's."""
     if config is not None and not more:
+        if not isinstance(model, nn.Module):
+            how = "write initialize(model, section), with a torch.nn.Module as model"
+            raise TypeError(f"initialize: model = a {type(model).__name__}: {how}")
         with suppress(Exception):  # raised again on all ranks, when there is a process group
             if isinstance(config, str | Path) and Path(config).is_dir():  # trained in what it was made in
                 is_bf16 = any(param.dtype is torch.bfloat16 for param in model.parameters())
