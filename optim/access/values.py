@@ -59,6 +59,13 @@ class LiveValues:
 
     def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
         """See `Values`."""
+        return self._found(slot, run, name)
+
+    def copy(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
+        """Return what `read` does, in host memory of its own."""
+        return self._found(slot, run, name, copy=True)
+
+    def _found(self, slot: SlotRecord, run: Run, name: str, *, copy: bool = False) -> torch.Tensor:
         body = self._body
         # An fp32 parameter is its own master: there is no section of it.
         if slot.residency is Residency.UNBORN or name not in slot.subgroup.sections:
@@ -66,12 +73,7 @@ class LiveValues:
         if self._read is None or self._read[0] is not slot:
             self._read = None  # its buffer may be another's from here on
             self._read = slot, self._acquire(slot)
-        return read_run(body, slot, self._read[1], run, name)
-
-    def copy(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """Return what `read` does, in host memory of its own."""
-        found = self.read(slot, run, name)
-        return found if name == "master" else found.to(HOST, copy=True)  # a master is joined, which makes new memory
+        return read_run(body, slot, self._read[1], run, name, copy=copy)
 
     def _acquire(self, slot: SlotRecord) -> Memory:
         pipeline, position = self._body.pipeline, self._positions.get(slot.index)
@@ -162,13 +164,18 @@ def fresh_values(body: StateBody, run: Run, name: str) -> torch.Tensor:
     return torch.full((run.numel,), birth, dtype=torch.float32, device="cpu")
 
 
-def read_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str) -> torch.Tensor:
-    """Return masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel]."""
+def read_run(
+    body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str, *, copy: bool = False
+) -> torch.Tensor:
+    """Return masters of a run, joined, or a state, where it lies if that is in fp32; fp32 [run.numel].
+
+    With `copy` it is in host memory of its own.
+    """
     if name == "master":
         return read_master(run, slot, memory, body.table, body.kernels)
     section = section_view(slot.subgroup, memory, name, run)
     assert section is not None
-    return section.float()
+    return section.to(HOST, torch.float32, copy=True) if copy else section.float()
 
 
 def write_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str, values: torch.Tensor) -> None:

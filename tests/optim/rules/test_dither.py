@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine
@@ -66,6 +67,31 @@ def test_shards_of_one_two_and_four_ranks_have_the_bits_of_the_whole(drive):
     for cut in cuts:
         for found in run_ranks(train, int(np.prod(cut["mesh"])), cut, drive if cut["dims"] != (1,) else None):
             assert_same_bits(found, expected)
+
+
+class Copies(TorchDispatchMode):
+    """Notes the dtypes from which tensors are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            self.noted.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_state_dict_converts_moments_and_copies_them_no_more():
+    param = Parameter(torch.ones(100, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    with ADAMW.make([param], section(None)) as optimizer:
+        optimizer.step()
+        with Copies() as copies:
+            entries = optimizer.state_dict()["state"][0]
+        assert copies.noted == [torch.bfloat16] * 2
+        entries["exp_avg"].zero_()
+        assert optimizer.state[param]["exp_avg"].all()
 
 
 @pytest.mark.usefixtures("alone")
