@@ -31,6 +31,13 @@ struct RuleKernels {
   Update update[kNumMasterForms][kNumGradDtypes];
 };
 
+// A checksum under way: one number for each of the words that are taken in together. Begun and ended in kernels.cpp.
+constexpr std::size_t kSumLanes = 64;
+constexpr std::size_t kSumStripe = kSumLanes * sizeof(std::uint32_t);
+struct SumLanes {
+  std::uint32_t lane[kSumLanes];
+};
+
 struct KernelTable {
   const RuleKernels* rules;
   std::size_t num_rules;
@@ -38,7 +45,8 @@ struct KernelTable {
   void (*join)(const std::uint16_t* hi, const std::uint16_t* lo, float* dst, std::size_t numel);
   void (*fp16_to_fp32)(const std::uint16_t* src, float* dst, std::size_t numel);
   void (*fp32_to_fp16)(const float* src, std::uint16_t* dst, std::size_t numel);
-  std::uint64_t (*checksum)(const void* data, std::size_t size_bytes);
+  // Takes in what follows; only the last of it may be no multiple of kSumStripe.
+  void (*absorb)(SumLanes& lanes, const void* data, std::size_t size_bytes);
   double (*sq_sum[kNumGradDtypes])(const void* grad, std::size_t numel);
 };
 

@@ -9,6 +9,10 @@
 
 #include "isa.hpp"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace optim {
 namespace {
 
@@ -137,6 +141,27 @@ class EntrySpace {
   std::atomic<std::int64_t> used_ = 0;
 };
 
+SumLanes fresh_sum() {
+  SumLanes lanes;
+  for (std::size_t j = 0; j < kSumLanes; ++j) lanes.lane[j] = static_cast<std::uint32_t>(j + 1) * 0x9e3779b1u;
+  return lanes;
+}
+
+std::uint64_t ended(const SumLanes& lanes, std::size_t size_bytes) {
+  std::uint64_t sum = size_bytes;
+  for (const std::uint32_t lane : lanes.lane) {
+    sum = (sum ^ lane) * 0x9e3779b97f4a7c15u;
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+std::uint64_t checksum_of(const KernelTable& kernels, const void* data, std::size_t size_bytes) {
+  SumLanes lanes = fresh_sum();
+  kernels.absorb(lanes, data, size_bytes);
+  return ended(lanes, size_bytes);
+}
+
 // Checksums of blocks of memory, each taken as soon as nothing more will be written in it. `expect` everything that will
 // be, before the first `note_written`.
 class BlockSums {
@@ -147,7 +172,7 @@ class BlockSums {
         missing_((static_cast<std::size_t>(memory.size_bytes) + kSummedBytes - 1) / kSummedBytes) {}
 
   void expect(Address begin, std::size_t size_bytes) {
-    each_block(begin, size_bytes, [this](std::size_t block, std::int64_t part) {
+    each_block(begin, size_bytes, [this](std::size_t block, Address, std::size_t part) {
       missing_[block].fetch_add(part, std::memory_order_relaxed);
     });
   }
@@ -160,46 +185,118 @@ class BlockSums {
   }
 
   void note_written(Address begin, std::size_t size_bytes) {
-    each_block(begin, size_bytes, [this](std::size_t block, std::int64_t part) {
+    each_block(begin, size_bytes, [this](std::size_t block, Address, std::size_t part) {
       if (missing_[block].fetch_sub(part, std::memory_order_acq_rel) == part) take(block);
     });
   }
 
- private:
-  // The parts of [begin, begin + size_bytes) that lie in this memory, block by block.
+  // Notes the sum of a block that one thread has written, all of it.
+  void put(std::size_t block, std::uint64_t sum) { *pointer<std::uint64_t>(memory_.sums, block) = sum; }
+
+  Address begin_of(std::size_t block) const { return memory_.address + block * kSummedBytes; }
+  Address end_of(std::size_t block) const {
+    return std::min<Address>(begin_of(block + 1), memory_.address + static_cast<Address>(memory_.size_bytes));
+  }
+
+  // Calls visit(block, address, size_bytes) with the parts of [begin, begin + size_bytes) that lie in this memory.
   template <class Visit>
-  void each_block(Address begin, std::size_t size_bytes, const Visit& visit) {
+  void each_block(Address begin, std::size_t size_bytes, const Visit& visit) const {
     const Address end = std::min(begin + size_bytes, memory_.address + static_cast<Address>(memory_.size_bytes));
     for (Address at = std::max(begin, memory_.address); at < end;) {
       const std::size_t block = (at - memory_.address) / kSummedBytes;
-      const Address next = std::min<Address>(memory_.address + (block + 1) * kSummedBytes, end);
-      visit(block, static_cast<std::int64_t>(next - at));
+      const Address next = std::min(end_of(block), end);
+      visit(block, at, static_cast<std::size_t>(next - at));
       at = next;
     }
   }
 
+ private:
   void take(std::size_t block) {
-    const std::size_t at = block * kSummedBytes;
-    const std::size_t size = std::min(kSummedBytes, static_cast<std::size_t>(memory_.size_bytes) - at);
-    *pointer<std::uint64_t>(memory_.sums, block) = kernels_.checksum(bytes_at(memory_.address, at), size);
+    put(block, checksum_of(kernels_, bytes_at(begin_of(block), 0), end_of(block) - begin_of(block)));
   }
 
   const KernelTable& kernels_;
   const SummedMemory memory_;
-  std::vector<std::atomic<std::int64_t>> missing_;  // bytes of each block that are still to be written
+  std::vector<std::atomic<std::size_t>> missing_;  // bytes of each block that are still to be written
 };
 
-// Calls visit(address, size_bytes) with all that the updates of some elements of a segment write beside its parameter.
-template <class Visit>
-void each_written(const KernelTable& kernels, const Segment& s, std::size_t first, std::size_t numel,
-                  const Visit& visit) {
-  const auto part = [&](Address address, std::size_t itemsize) {
-    if (address != 0 && itemsize != 0) visit(address + first * itemsize, numel * itemsize);
-  };
-  part(s.master, kMasterSize[s.form]);
-  for (const Address state : s.states) part(state, kernels.rules[s.rule].state_size);
-  if (s.grad != 0) part(s.tail, kParamSize[s.form]);
-}
+// What one thread writes from front to back, summed strip by strip while it is in the nearest cache. Its sums are of the
+// blocks that it writes all of; others are taken from memory, by whoever writes the last of them.
+class RowSum {
+ public:
+  void begin(const KernelTable& kernels, std::deque<BlockSums>& summed, Address end) {
+    kernels_ = &kernels;
+    summed_ = &summed;
+    row_end_ = end;
+  }
+
+  // Notes bytes that are what lies at `source`, too, in the cache.
+  void note_written(Address begin, std::size_t size_bytes, Address source) {
+    for (BlockSums& sums : *summed_) {
+      sums.each_block(begin, size_bytes, [&](std::size_t block, Address at, std::size_t part) {
+        if (at != end_) begin_part(sums, at, sums.begin_of(block) == at && sums.end_of(block) <= row_end_);
+        if (in_stripes_) kernels_->absorb(lanes_, bytes_at(at - begin + source, 0), part);
+        end_ = at + part;
+        if (end_ == sums.end_of(block)) {
+          end_part(block);
+        } else if (part % kSumStripe != 0) {
+          in_stripes_ = false;
+        }
+      });
+    }
+  }
+
+  // Notes what is left, which is less than a block.
+  void end() {
+    if (begin_ != end_) sums_->note_written(begin_, end_ - begin_);
+    begin_ = end_ = 0;
+  }
+
+ private:
+  void begin_part(BlockSums& sums, Address at, bool is_whole) {
+    end();
+    sums_ = &sums;
+    begin_ = end_ = at;
+    in_stripes_ = is_whole;
+    if (is_whole) lanes_ = fresh_sum();
+  }
+
+  void end_part(std::size_t block) {
+    if (!in_stripes_) return end();
+    sums_->put(block, ended(lanes_, end_ - begin_));
+    begin_ = end_ = 0;
+  }
+
+  const KernelTable* kernels_ = nullptr;
+  std::deque<BlockSums>* summed_ = nullptr;
+  BlockSums* sums_ = nullptr;  // those of the block that it is in
+  Address row_end_ = 0, begin_ = 0, end_ = 0;  // what it has of that block is [begin, end)
+  bool in_stripes_ = false;  // whether the lanes have all of that
+  SumLanes lanes_;
+};
+
+// Memory that the updates of a segment write beside its parameter: an item for each of its elements.
+struct Row {
+  Address address;
+  std::size_t itemsize;
+};
+
+struct Rows {
+  Rows(const KernelTable& kernels, const Segment& s) {
+    add(s.master, kMasterSize[s.form]);
+    for (const Address state : s.states) add(state, kernels.rules[s.rule].state_size);
+    if (s.grad != 0) add(s.tail, kParamSize[s.form]);
+  }
+
+  static constexpr std::size_t kMost = kMaxStates + 2;
+  Row row[kMost];
+  std::size_t count = 0;
+
+ private:
+  void add(Address address, std::size_t itemsize) {
+    if (address != 0 && itemsize != 0) row[count++] = {address, itemsize};
+  }
+};
 
 // Elements that go through all of their updates before the next ones do: what they touch is then in the cache.
 constexpr std::size_t kStripNumel = 4096;
@@ -301,33 +398,110 @@ void log_tile(const Segment& s, const Tile& tile, std::size_t index, const void*
   offsets.param = changed_param ? entry.put(changed_param, tile.numel * kParamSize[s.form]) : kAbsent;
 }
 
-// Returns whether the parameter was found changed.
-bool update_tile(const KernelTable& kernels, const Segment& s, std::size_t index, EntrySpace& entry,
-                 std::deque<BlockSums>& summed) {
-  const Tile tile(index, s.numel);
-  const std::size_t param_bytes = tile.numel * kParamSize[s.form];
-  void* param = bytes_at(s.param, tile.first * kParamSize[s.form]);
-  auto* stored = s.checksums && s.grad ? pointer<std::uint64_t>(s.checksums, index) : nullptr;
-
-  const bool changed = stored && kernels.checksum(param, param_bytes) != *stored;
-  if (s.offsets && s.grad) log_tile(s, tile, index, changed ? param : nullptr, entry);
-  const std::size_t strip_numel = s.log.empty() ? kTileNumel : kStripNumel;
-  for (std::size_t first = tile.first; first < tile.first + tile.numel; first += strip_numel) {
-    const Strip strip(kernels, s, first, std::min(strip_numel, tile.first + tile.numel - first));
-    void* param_strip = bytes_at(s.param, first * kParamSize[s.form]);
-    strip.replay();
-    if (changed) strip.believe(param_strip);
-    if (s.grad) strip.step(param_strip);
+// Copies what goes to the drive next: past the cache, where nobody looks for it, and without reading what was there.
+void copy_out(void* to, const void* from, std::size_t size_bytes) {
+#if defined(__x86_64__)
+  if (reinterpret_cast<Address>(to) % sizeof(__m128i) == 0) {
+    const std::size_t count = size_bytes / sizeof(__m128i), done = count * sizeof(__m128i);
+    const auto* source = static_cast<const __m128i*>(from);
+    auto* target = static_cast<__m128i*>(to);
+    for (std::size_t i = 0; i < count; ++i) _mm_stream_si128(target + i, _mm_loadu_si128(source + i));
+    std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size_bytes - done);
+    _mm_sfence();  // before other threads are told
+    return;
   }
-  if (stored) *stored = kernels.checksum(param, param_bytes);
-  if (s.tail && s.grad) std::memcpy(bytes_at(s.tail, tile.first * kParamSize[s.form]), param, param_bytes);
-  each_written(kernels, s, tile.first, tile.numel, [&](Address begin, std::size_t size_bytes) {
-    for (BlockSums& sums : summed) sums.note_written(begin, size_bytes);
-  });
-  return changed;
+#endif
+  std::memcpy(to, from, size_bytes);
 }
 
+// The tiles of a segment that one thread updates, one after the other.
+class Tiles {
+ public:
+  // Up to tile `end`, which is not one of them.
+  Tiles(const KernelTable& kernels, const Segment& segment, std::size_t end, EntrySpace& entry,
+        std::deque<BlockSums>& summed)
+      : kernels_(kernels),
+        s_(segment),
+        entry_(entry),
+        rows_(kernels, segment),
+        num_sums_(summed.empty() ? 0 : rows_.count) {
+    const std::size_t numel = std::min(end * kTileNumel, static_cast<std::size_t>(segment.numel));
+    for (std::size_t k = 0; k < num_sums_; ++k) {
+      sums_[k].begin(kernels, summed, rows_.row[k].address + numel * rows_.row[k].itemsize);
+    }
+  }
+
+  // Returns whether the parameter was found changed.
+  bool update(std::size_t index) {
+    const Tile tile(index, s_.numel);
+    const std::size_t param_bytes = tile.numel * kParamSize[s_.form];
+    void* param = param_at(tile.first);
+    auto* stored = s_.checksums && s_.grad ? pointer<std::uint64_t>(s_.checksums, index) : nullptr;
+
+    const bool changed = stored && checksum_of(kernels_, param, param_bytes) != *stored;
+    if (s_.offsets && s_.grad) log_tile(s_, tile, index, changed ? param : nullptr, entry_);
+    const std::size_t strip_numel = s_.log.empty() && num_sums_ == 0 ? kTileNumel : kStripNumel;
+    for (std::size_t first = tile.first; first < tile.first + tile.numel; first += strip_numel) {
+      update_strip(first, std::min(strip_numel, tile.first + tile.numel - first), changed);
+    }
+    if (stored) *stored = checksum_of(kernels_, param, param_bytes);
+    return changed;
+  }
+
+  void end() {
+    for (std::size_t k = 0; k < num_sums_; ++k) sums_[k].end();
+  }
+
+ private:
+  void* param_at(std::size_t first) const { return bytes_at(s_.param, first * kParamSize[s_.form]); }
+
+  void update_strip(std::size_t first, std::size_t numel, bool changed) {
+    const Strip strip(kernels_, s_, first, numel);
+    strip.replay();
+    if (changed) strip.believe(param_at(first));
+    if (s_.grad) strip.step(param_at(first));
+    if (s_.tail && s_.grad) {
+      copy_out(bytes_at(s_.tail, first * kParamSize[s_.form]), param_at(first), numel * kParamSize[s_.form]);
+    }
+    for (std::size_t k = 0; k < num_sums_; ++k) {
+      const Row& row = rows_.row[k];
+      const Address at = first * row.itemsize, source = row.address == s_.tail ? s_.param : row.address;
+      sums_[k].note_written(row.address + at, numel * row.itemsize, source + at);
+    }
+  }
+
+  const KernelTable& kernels_;
+  const Segment& s_;
+  EntrySpace& entry_;
+  const Rows rows_;
+  const std::size_t num_sums_;  // one for each row, or none
+  RowSum sums_[Rows::kMost];
+};
+
 bool has_work(const Segment& s) { return s.grad != 0 || !s.log.empty(); }
+
+// The tiles [first, end) of a segment.
+struct Share {
+  std::size_t segment, first, end;
+};
+
+// A block of sums can be more than a tile, and lie across two: of so many in a row most are one thread's alone.
+constexpr std::size_t kTilesInARow = 8;
+
+// Shares of all segments in one row, so that many small segments share the threads as well as one large segment does.
+std::vector<Share> shared_out(const std::vector<Segment>& segments, std::size_t most_tiles,
+                              std::size_t num_threads) {
+  std::vector<Share> shares;
+  for (std::size_t k = 0; k < segments.size(); ++k) {
+    if (!has_work(segments[k])) continue;
+    const std::size_t count = num_tiles(segments[k].numel);
+    const std::size_t each = std::clamp(count / (4 * num_threads), std::size_t{1}, most_tiles);
+    for (std::size_t first = 0; first < count; first += each) {
+      shares.push_back({k, first, std::min(first + each, count)});
+    }
+  }
+  return shares;
+}
 
 // A deque, for its elements stay where they are.
 std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<Segment>& segments,
@@ -338,8 +512,10 @@ std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<S
     BlockSums& sums = begun.emplace_back(kernels, memory);
     for (const Segment& s : segments) {
       if (!has_work(s)) continue;
-      each_written(kernels, s, 0, static_cast<std::size_t>(s.numel),
-                   [&](Address begin, std::size_t size_bytes) { sums.expect(begin, size_bytes); });
+      const Rows rows(kernels, s);
+      for (std::size_t k = 0; k < rows.count; ++k) {
+        sums.expect(rows.row[k].address, static_cast<std::size_t>(s.numel) * rows.row[k].itemsize);
+      }
     }
     sums.begin();
   }
@@ -359,25 +535,21 @@ Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segme
                const std::vector<SummedMemory>& summed) {
   const KernelTable& kernels = kernel_table(isa);
   EntrySpace space(entry);
-  // Tiles of all segments in one row, so that many small segments share the threads as well as one large segment does.
-  std::vector<std::size_t> first_block = {0};
   for (const Segment& s : segments) {
     if (has_work(s)) check(s, kernels);
-    first_block.push_back(first_block.back() + (has_work(s) ? num_tiles(s.numel) : 0));
   }
+  const std::vector<Share> shares = shared_out(segments, summed.empty() ? 1 : kTilesInARow,
+                                               static_cast<std::size_t>(pool.num_threads()));
   std::deque<BlockSums> sums = begin_sums(kernels, segments, summed);
-  std::vector<std::uint8_t> changed(first_block.back());
-  pool.parallel_for(changed.size(), [&](std::size_t i) {
-    const auto after = std::upper_bound(first_block.begin(), first_block.end(), i);
-    const auto segment = static_cast<std::size_t>(after - first_block.begin()) - 1;
-    changed[i] = update_tile(kernels, segments[segment], i - first_block[segment], space, sums);
+  std::vector<std::int64_t> changed(shares.size());
+  pool.parallel_for(shares.size(), [&](std::size_t i) {
+    const Share& share = shares[i];
+    Tiles tiles(kernels, segments[share.segment], share.end, space, sums);
+    for (std::size_t index = share.first; index < share.end; ++index) changed[i] += tiles.update(index);
+    tiles.end();
   });
-  Updated updated = {{}, space.used()};
-  for (std::size_t k = 0; k < segments.size(); ++k) {
-    const auto row = changed.begin();
-    updated.num_changed.push_back(
-        std::accumulate(row + first_block[k], row + first_block[k + 1], std::int64_t{0}));
-  }
+  Updated updated = {std::vector<std::int64_t>(segments.size()), space.used()};
+  for (std::size_t i = 0; i < shares.size(); ++i) updated.num_changed[shares[i].segment] += changed[i];
   return updated;
 }
 
@@ -441,7 +613,7 @@ void checksum(ThreadPool& pool, const std::string& isa, Address address, int ite
   check_address("out", out, sizeof(std::uint64_t), numel);
   pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
     const Tile tile(i, numel);
-    *pointer<std::uint64_t>(out, i) = kernels.checksum(bytes_at(address, tile.first * size), tile.numel * size);
+    *pointer<std::uint64_t>(out, i) = checksum_of(kernels, bytes_at(address, tile.first * size), tile.numel * size);
   });
 }
 

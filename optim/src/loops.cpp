@@ -243,36 +243,28 @@ constexpr RuleKernels kernels_of(const char* name) {
 
 // ---- reductions: explicit lanes, combined in a fixed order ----
 
-// 64 lanes over 32-bit words. One step is a bijection of the lane for a given word and of the word for a given lane (xor,
-// odd multiplier, xor-shift), and the fold is one of each lane: a change confined to one word always shows, any other is
-// missed about once in 2^32. The xor-shift brings top bits (signs) down where later multiplications spread them.
-uint64_t checksum(const void* data, size_t size_bytes) {
-  constexpr size_t kLanes = 64;
-  constexpr size_t kStripe = kLanes * sizeof(uint32_t);
+// Lanes over 32-bit words. One step is a bijection of the lane for a given word and of the word for a given lane (xor,
+// odd multiplier, xor-shift), and the fold at the end is one of each lane: a change confined to one word always shows, any
+// other is missed about once in 2^32. The xor-shift brings top bits (signs) down where later multiplications spread them.
+void absorb(SumLanes& sum, const void* data, size_t size_bytes) {
   const auto* bytes = static_cast<const unsigned char*>(data);
-  uint32_t lanes[kLanes];
-  for (size_t j = 0; j < kLanes; ++j) lanes[j] = static_cast<uint32_t>(j + 1) * 0x9e3779b1u;
-  const auto absorb = [&lanes](const unsigned char* stripe) {
-    for (size_t j = 0; j < kLanes; ++j) {
+  SumLanes lanes = sum;  // registers
+  const auto absorb_stripe = [&lanes](const unsigned char* stripe) {
+    for (size_t j = 0; j < kSumLanes; ++j) {
       uint32_t word;
       __builtin_memcpy(&word, stripe + j * sizeof word, sizeof word);
-      const uint32_t mixed = (lanes[j] ^ word) * 0x85ebca6bu;
-      lanes[j] = mixed ^ (mixed >> 15);
+      const uint32_t mixed = (lanes.lane[j] ^ word) * 0x85ebca6bu;
+      lanes.lane[j] = mixed ^ (mixed >> 15);
     }
   };
   size_t done = 0;
-  for (; done + kStripe <= size_bytes; done += kStripe) absorb(bytes + done);
+  for (; done + kSumStripe <= size_bytes; done += kSumStripe) absorb_stripe(bytes + done);
   if (done < size_bytes) {
-    unsigned char rest[kStripe] = {};
+    unsigned char rest[kSumStripe] = {};
     __builtin_memcpy(rest, bytes + done, size_bytes - done);
-    absorb(rest);
+    absorb_stripe(rest);
   }
-  uint64_t sum = size_bytes;
-  for (size_t j = 0; j < kLanes; ++j) {
-    sum = (sum ^ lanes[j]) * 0x9e3779b97f4a7c15u;
-    sum ^= sum >> 29;
-  }
-  return sum;
+  sum = lanes;
 }
 
 // A square of an fp32 number is exact in fp64, so only the order of additions matters.
@@ -308,7 +300,7 @@ const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
     .join = join_run,
     .fp16_to_fp32 = fp16_to_fp32_run,
     .fp32_to_fp16 = fp32_to_fp16_run,
-    .checksum = checksum,
+    .absorb = absorb,
     .sq_sum = {sq_sum<Fp32Grad>, sq_sum<Bf16Grad>, sq_sum<Fp16Grad>},
 };
 

@@ -238,6 +238,26 @@ def test_sums_taken_on_the_way_are_those_of_what_is_there_when_all_is_updated(nu
             assert all(same_bits(*pair) for pair in zip(run.states, alone.states, strict=True))
 
 
+@pytest.mark.parametrize("start", [0, 32, 128, TILE_NUMEL // 2])
+def test_sums_of_many_tiles_in_a_row_are_those_of_what_is_there(start):
+    # From where blocks of sums begin with a tile, within a stripe of a sum, between two stripes, and in half a tile.
+    numel = 13 * TILE_NUMEL + 4096 + 77
+    weights = np.random.default_rng(start).standard_normal(numel).astype(np.float32)
+    for pool in POOLS:
+        run, parts = State.of(weights, MasterForm.SPLIT), []
+        for itemsize in (4, 2):
+            memory = empty_entry((start + numel) * itemsize + 256).fill_(7)
+            parts.append((memory, memory[start * itemsize :][: numel * itemsize]))
+        run.states[0] = parts[0][1].view(torch.float32).zero_()
+        tail = parts[1][1].view(torch.bfloat16)
+        grad = torch.ones(numel, dtype=torch.bfloat16)
+        words = [memory[: memory.numel() // 4 * 4].view(torch.int32) for memory, _ in parts]
+        sums = [torch.zeros(num_tiles(part.numel()), dtype=torch.int64) for part in words]
+        pool.update([run.segment(grad, scalars_at(1), tail=tail)], list(zip(words, sums, strict=True)))
+        assert all(torch.equal(*pair) for pair in zip(sums, map(pool.tile_checksums, words), strict=True))
+        assert same_bits(tail, run.param)
+
+
 def test_several_segments_share_an_entry_and_one_without_a_gradient_has_no_part():
     grads = [*random_grads(torch.bfloat16, 2), None, torch.zeros(NUMEL, dtype=torch.float16)]
     entry = empty_entry(8 * NUMEL)
