@@ -21,8 +21,8 @@ _ABOUT = {
     "durable": ("Measure what durable steps and checkpoints cost.", "steps --path /mnt/nvme0"),
     "hidden-step": ("Measure how much of a step each schedule hides.", "drive --path /mnt/nvme0"),
     "micro-batches": (
-        "Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one.",
-        "--path /mnt/nvme0",
+        "Measure a step with parameters, gradients and state on NVMe, block by block and one by one.",
+        "bytes --path /mnt/nvme0",
     ),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",

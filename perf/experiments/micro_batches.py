@@ -1,51 +1,85 @@
-"""The bytes and the memory of a step are measured, in each order of its micro-batches, with everything on NVMe."""
+"""Bytes, memory and time of a step are measured, in each order of its micro-batches, with everything on NVMe."""
 
 import hashlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
-from statistics import median
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch.utils.checkpoint import checkpoint
 
-from nvme_offload import OffloadConfig, initialize
+from nvme_offload import OffloadConfig, OffloadEngine, initialize
+from nvme_offload.offload.units import GiB
 from nvme_offload.optim.telemetry.stats import OptimizerStats
 from nvme_offload.perf.experiments.durable import runs_removed, unused_name
-from nvme_offload.perf.measure.command_line import Folder, SaveTo
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.experiment import Row, run_experiment
-from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
-from nvme_offload.perf.measure.sections import section
-from nvme_offload.perf.measure.training import layered_model
+from nvme_offload.perf.measure.machine import (
+    peak_resident_bytes,
+    reset_peak_resident_bytes,
+    settled_resident_bytes,
+    storage_bytes,
+)
+from nvme_offload.perf.measure.paced import STANDS_IN_FOR, Pace, paced_drive
+from nvme_offload.perf.measure.sections import MODES, section
+from nvme_offload.perf.measure.training import SleepingModel, layered_model
+from nvme_offload.perf.plan.machine import Drives, Machine
+from nvme_offload.perf.plan.placing import Job
+from nvme_offload.perf.plan.prediction import Prediction, predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 _WARM_STEPS = 2
 _STATE_BYTES, _DURABLE_BYTES = 11, 24
 _LEAST_BUFFER = 1 << 20
+_ORDERS = ("horizontal", "vertical")
+_RATIOS = (1, 2, 4)  # seconds of the drive over those of computing, of the plain loop
+_LIMIT = 1.05  # most that an iteration may take over what the plan says
+_ITERATIONS = 4  # measured over a paced drive, after two that are not
+
+micro_batches = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure the orders of micro-batches with everything on NVMe."
+)
+Count = Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")]
+Layers = Annotated[int, typer.Option(min=4, help="Layers, each of 8 x width^2 parameters.")]
+Width = Annotated[int, typer.Option(min=64, help="Width of the model.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")]
 
 
-def micro_batches(
+@micro_batches.command("bytes")
+def bytes_of_steps(
     path: Folder,
-    count: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
-    layers: Annotated[int, typer.Option(min=4, help="Layers, each of 8 x width^2 parameters.")] = 48,
-    width: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 128,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 64,
+    count: Count = 8,
+    layers: Layers = 48,
+    width: Width = 128,
+    tokens: Tokens = 64,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
     order: Annotated[list[str] | None, typer.Option(help="micro_batch_order; repeat it. By default both.")] = None,
     in_backward: Annotated[bool, typer.Option(help="Update blocks in backward, without clipping.")] = False,
     rewrite_every: Annotated[int, typer.Option(min=0, help="Make the run durable with this period; 0: it is not.")] = 0,
+    boundaries: Annotated[bool, typer.Option(help="Keep what enters blocks on NVMe, too.")] = False,
     save_to: SaveTo = None,
 ) -> None:
-    """Count the bytes of a step with parameters, gradients and state on NVMe, block by block and one by one."""
+    """Count the bytes of a step and its memory, block by block and one by one."""
     numel = 8 * width**2
     held = _STATE_BYTES if not rewrite_every else _DURABLE_BYTES
     state: dict[str, Any] = {"buffer_count": 2, "staging_budget": 2 * max(held * numel, _LEAST_BUFFER)}
     more: dict[str, Any] = {"gradient_accumulation_steps": count, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
     if in_backward:
         more |= {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+    if boundaries:
+        more["activations"] = {"device": "nvme", "nvme_path": str(path), "host_budget": "1MiB", "min_bytes": 4096}
 
     def outcomes() -> Iterator[Row]:
-        for each in order or ("horizontal", "vertical"):
+        for each in order or _ORDERS:
             torch.manual_seed(0)
             batches = torch.randn(count, tokens, width)
             lasts = {"durable": unused_name(), "rewrite_every": rewrite_every} if rewrite_every else {}
@@ -78,7 +112,9 @@ def measured(name: str, config: OffloadConfig, layers: int, width: int, batches:
             engine.accumulate(loss_of, batches)
             engine.step()
             if number == _WARM_STEPS:
+                settled_resident_bytes()
                 reset_peak_resident_bytes()
+        peak = peak_resident_bytes()
         (_, before, stats), (_, after, now) = ends[_WARM_STEPS], ends[-1]
         elements = steps * sum(param.numel() for param in engine.parameters())
         digest = hashlib.sha256()
@@ -93,8 +129,135 @@ def measured(name: str, config: OffloadConfig, layers: int, width: int, batches:
     shown = {"order, micro-batches": name, **{kind.replace("_bytes", ""): f"{each[kind]:.2f}" for kind in each}}
     more = {
         "seconds": median(after - before for (before, *_), (after, *_) in pairwise(ends[_WARM_STEPS:])),
-        "peak_bytes": peak_resident_bytes(),
+        "peak_bytes": peak,
         "digest": digest.hexdigest()[:12],
     }
-    shown |= {"seconds": f"{more['seconds']:.2f}", "weights": str(more["digest"])}
-    return Row(shown, {**each, **more})
+    shown |= {"seconds": f"{more['seconds']:.2f}", "peak MiB": f"{(peak or 0) / 2**20:.0f}"}
+    return Row(shown | {"weights": str(more["digest"])}, {**each, **more})
+
+
+@micro_batches.command()
+def paced(
+    counts: Annotated[list[int] | None, typer.Option("--count", help="Micro-batches; by default 1, then 8.")] = None,
+    layers: Layers = 16,
+    width: Width = 512,
+    compute: Annotated[float, typer.Option(help="Seconds that the plain loop computes in an iteration.")] = 0.8,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure over one drive of an exact rate, whose bytes are in memory, beside what `offload plan` says."""
+    notes = [
+        f"{layers * width**2:,} parameters in {layers} layers that sleep; all tiers share one server, which moves the "
+        f"bytes of the plain loop in {', '.join(map(str, _RATIOS))} times the seconds that it computes",
+    ]
+
+    def with_verdict(found: list[Row]) -> list[str]:
+        within = sum(row.figures["quotient"] <= _LIMIT for row in found)
+        return [*notes, f"at most {_LIMIT:g} times the plan: {within} of {len(found)}"]
+
+    with TemporaryDirectory() as folder:
+        cells = _paced_cells(Path(folder), counts or (1, 8), (layers, width), compute)
+        run_experiment(
+            "micro-batches-paced", "Orders of micro-batches over a paced drive", cells, with_verdict, save_to=save_to
+        )
+
+
+def _paced_cells(path: Path, counts: Sequence[int], size: tuple[int, int], compute: float) -> Iterator[Row]:
+    layers, width = size
+    loops = dict[tuple[int, int], float]()  # seconds of an iteration of the loop, by micro-batches and ratio
+    for count in counts:
+        loop = OffloadConfig.of(_paced_section(path, "horizontal", count, width))
+        moved = _planned(loop, size, 1.0, math.inf).total_traffic
+        for order in _ORDERS:
+            with paced_drive() as pace:
+                torch.manual_seed(0)
+                model = SleepingModel(width, layers, "layers")
+                config = OffloadConfig.of(_paced_section(path, order, count, width))
+                with initialize(model, config) as engine:
+                    batches = [model.sample] * count
+                    own = _iterations(engine, batches, 2)
+                    model.compute_for(max(0.0, compute - own) / count)
+                    for ratio in _RATIOS:
+                        rate = (moved.read + moved.written) / (ratio * compute)
+                        row = _paced_row(engine, batches, pace, rate, partial(_planned, config, size))
+                        seconds = row.figures["seconds"]
+                        beside = seconds / loops.setdefault((count, ratio), seconds)
+                        name = {"order, micro-batches, I/O : compute": f"{order}, {count}, {ratio}"}
+                        yield Row(
+                            {**name, **row.shown, "of the loop": f"{beside:.2f}"}, {**row.figures, "loop": beside}
+                        )
+
+
+def _paced_row(engine: OffloadEngine, batches: Sequence[torch.Tensor], pace: Pace, rate: float, planned: Any) -> Row:
+    pace.rate = math.inf
+    computing = _iterations(engine, batches, 2)
+    pace.rate = rate
+    seconds, prediction = _iterations(engine, batches, _ITERATIONS), planned(computing, rate)
+    bound = prediction.time.seconds
+    shown = {"computing s": f"{computing:.3f}", "iteration s": f"{seconds:.3f}", "plan s": f"{bound:.3f}"}
+    figures = {"computing": computing, "seconds": seconds, "plan": bound, "quotient": seconds / bound}
+    return Row(shown | {"quotient": f"{seconds / bound:.3f}"}, figures)
+
+
+def _paced_section(path: Path, order: str, count: int, width: int) -> dict[str, Any]:
+    more = {"gradient_accumulation_steps": count, "gradient_clipping": 1e3, "micro_batch_order": order}
+    more |= {"aio": {"engine": STANDS_IN_FOR}, **MODES["bf16"]}
+    return section(path, state={"buffer_count": 4}, params=4, grads=4, sub_group_size=width**2, **more)
+
+
+def _planned(config: OffloadConfig, size: tuple[int, int], computing: float, rate: float) -> Prediction:
+    """Plan iterations that compute for so many seconds, over a drive of a rate, in layers of one matrix each."""
+    layers, width = size
+    shape = ModelShape(
+        name="matrices",
+        layers=((width**2,),) * layers,
+        rest=(),
+        hidden_size=width,
+        intermediate_size=width,
+        vocab_size=0,
+    )
+    job = Job(shape=shape, config=config, tokens=1, checkpointing=False, baseline_bytes=0)
+    operations = (8 if job.computes_again else 6) * shape.numel * job.micro_batches
+    drives = Drives(read=rate, write=rate, mixed=rate)
+    machine = Machine(host_memory=64 * GiB, drives=drives, flops=operations / computing, update_rate=1e15)
+    return predict(job, machine)
+
+
+@micro_batches.command()
+def turns(
+    path: Folder,
+    count: Count = 8,
+    layers: Layers = 12,
+    width: Width = 512,
+    tokens: Tokens = 128,
+    quads: Quads = 6,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure block by block beside the loop with activation checkpointing, by turns on a real drive."""
+    torch.manual_seed(0)
+    batches = list(torch.randn(count, tokens, width))
+    with ExitStack() as stack:
+        arms = []
+        for order in reversed(_ORDERS):
+            model = layered_model(layers, width)
+            for layer in model:
+                if order == "horizontal":
+                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            its = section(path, params=4, grads=4, micro_batch_order=order, gradient_accumulation_steps=count)
+            engine = stack.enter_context(initialize(model, {**its, **MODES["bf16"], "gradient_clipping": 1.0}))
+            arms.append(partial(_iterations, engine, batches, 1, 1))
+        case = Case(name=f"{count} micro-batches of {tokens} tokens", ours=arms[0], reference=arms[1])
+        title, notes = "Block by block beside the loop with checkpointing", [f"{layers} layers of {8 * width**2:,}"]
+        run_experiment(
+            "micro-batches-turns", title, case.measure(quads), lambda found: notes, path=path, save_to=save_to
+        )
+
+
+def _iterations(engine: OffloadEngine, batches: Sequence[torch.Tensor], count: int, before: int = 2) -> float:
+    """Train; give the mean seconds of `count` iterations after some that do not count, and wait for all that runs."""
+    moments = []
+    for _ in range(before + count):
+        engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
+        engine.step()
+        moments.append(time.perf_counter())
+    engine.optimizer.synchronize()
+    return mean(after - start for start, after in pairwise(moments[before - 1 :]))

@@ -5,10 +5,11 @@ import heapq
 import math
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -24,15 +25,23 @@ STANDS_IN_FOR = "aiofiles"  # the name under which a section gets this engine, i
 _EARLY_SECONDS = 5e-5  # a completion so little ahead of its time is given at once: waking up takes as long
 
 
-@dataclass
+@dataclass(eq=False)
 class Pace:
     """A pace says how fast bytes move; it may be changed while nothing is under way."""
 
     rate: float = math.inf  # bytes per second, of reads and writes together
+    _idle_from: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def due(self, size_bytes: int) -> float:
+        """Let the drive serve a request behind all others; return the moment at which it will be done."""
+        with self._lock:
+            self._idle_from = max(time.monotonic(), self._idle_from) + size_bytes / self.rate
+            return self._idle_from
 
 
 class PacedThread(NullThread):
-    """Requests are served one after the other, in the order in which they come; each byte takes its time."""
+    """Requests of all engines are served one after the other, in the order in which they come, by one drive."""
 
     pace: ClassVar[Pace] = Pace()
 
@@ -41,16 +50,14 @@ class PacedThread(NullThread):
         self._memory: dict[int, mmap.mmap] = {}
         self._due: list[tuple[float, int, Completion]] = []
         self._num_requests = 0
-        self._idle_from = 0.0
 
     def _start(self, request: Request) -> None:
         size = request.asked_bytes
         inside = self._address(request.fd) + request.offset
         to, source = (request.address, inside) if request.op is Op.READ else (inside, request.address)
         ctypes.memmove(to, source, size)
-        self._idle_from = max(time.monotonic(), self._idle_from) + size / self.pace.rate
         self._num_requests += 1
-        heapq.heappush(self._due, (self._idle_from, self._num_requests, (request, size)))
+        heapq.heappush(self._due, (self.pace.due(size), self._num_requests, (request, size)))
 
     def _reap(self, timeout: float | None) -> Iterable[Completion]:
         wait = timeout

@@ -48,12 +48,16 @@ def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_pa
 
 @pytest.mark.parametrize(
     "experiment",
-    [("steps", "--millions", 1), ("checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1)],
-    ids=lambda experiment: experiment[0],
+    [
+        ("durable", "steps", "--millions", 1),
+        ("durable", "checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1),
+        ("micro-batches", "turns", "--layers", 4, "--width", 64, "--tokens", 4, "--count", 2),
+    ],
+    ids=lambda experiment: experiment[1],
 )
 @pytest.mark.usefixtures("alone")
 def test_seconds_by_turns(tmp_path, experiment):
-    [found] = results("durable", *experiment, "--path", tmp_path, "--quads", 1).values()
+    [found] = results(*experiment, "--path", tmp_path, "--quads", 1).values()
     assert found["quotient"] > 0
     assert len(found["quads"]) == len(found["controls"]) == 1
     assert list(tmp_path.iterdir()) == []
@@ -63,13 +67,22 @@ def test_seconds_by_turns(tmp_path, experiment):
 @pytest.mark.parametrize("in_backward", [False, True], ids=["clipped", "in backward"])
 def test_bytes_of_a_step_in_each_order(tmp_path, in_backward):
     small = ("--layers", 8, "--width", 64, "--tokens", 4, "--count", 3, "--steps", 2)
-    found = results("micro-batches", "--path", tmp_path, *small, *(["--in-backward"] if in_backward else []))
+    found = results("micro-batches", "bytes", "--path", tmp_path, *small, *(["--in-backward"] if in_backward else []))
     one_by_one, by_blocks = found["horizontal, 3"], found["vertical, 3"]
     assert by_blocks["digest"] == one_by_one["digest"]
     assert by_blocks["param_bytes_read"] < one_by_one["param_bytes_read"] - 3
     assert one_by_one["grad_bytes_written"] > 5
     assert by_blocks["grad_bytes_written"] == 0 if in_backward else by_blocks["grad_bytes_written"] < 2.3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_orders_over_a_paced_drive_that_all_tiers_share():
+    found = results("micro-batches", "paced", "--layers", 6, "--width", 128, "--count", 1, "--compute", 0.05)
+    assert len(found) == 6
+    for each in found.values():
+        ratio = int(each["name"].rpartition(" ")[2])
+        assert each["seconds"] > 0.8 * 0.05 * ratio, "a drive for each tier would move the bytes sooner"
 
 
 @pytest.mark.slow  # twelve optimizers
