@@ -326,7 +326,8 @@ class OffloadConfig(Section):
     `vertical`: all through one block of the model, then all through the next, so that a block is gathered twice in a
     step and not twice for each; what enters a block is kept, and its inside computed again. `auto`: vertical where
     parameters or gradients are on NVMe and there are several micro-batches, if the model allows it; a warning says what
-    does not. The bits are the same, but for dropout. See `docs/block_by_block.md`."""
+    does not. It knows no rates: `offload plan` compares both orders, and `offload init` writes the faster one. The bits
+    are the same, but for dropout. See `docs/block_by_block.md`."""
     bf16: Bf16Config = Bf16Config()
     """Forward and backward in bf16 with fp32 master weights."""
     fp16: Fp16Config = Fp16Config()
@@ -399,7 +400,13 @@ class OffloadConfig(Section):
     @property
     def rounds(self) -> int:
         """Times that a step goes through all blocks: once for each micro-batch, or once for all of them."""
-        return 1 if self.micro_batch_order == "vertical" else self.gradient_accumulation_steps or 1
+        return 1 if self.goes_by_blocks else self.gradient_accumulation_steps or 1
+
+    @property
+    def goes_by_blocks(self) -> bool:
+        """Whether `engine.accumulate` takes micro-batches block by block, as far as the model allows it."""
+        pays = self.has_block_tiers and (self.gradient_accumulation_steps or 1) > 1
+        return self.micro_batch_order == "vertical" or (self.micro_batch_order == "auto" and pays)
 
     @property
     def has_block_tiers(self) -> bool:

@@ -53,10 +53,8 @@ class MicroBatches:
     ) -> None:
         # An embedding or a head by itself is code between blocks: nobody wants the logits of all micro-batches at once.
         layers = [unit for unit in units if not isinstance(unit, nn.Embedding | nn.Linear)] or list(units)
-        asked = config.micro_batch_order
-        self._is_asked = asked == "vertical"
-        pays = config.has_block_tiers and accumulation.num_micro_batches > 1 and bool(layers)
-        self.is_vertical = self._is_asked or (asked == "auto" and pays)
+        self._is_asked = config.micro_batch_order == "vertical"
+        self.is_vertical = config.goes_by_blocks and (self._is_asked or bool(layers))
         """Whether the next step goes block by block."""
         self._root = root
         self._layers = layers

@@ -1,7 +1,7 @@
 """The section that suits a model and a machine: `offload init` writes it, `offload plan` plans it if none is given."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
-from nvme_offload.perf.plan.prediction import tier_plan
+from nvme_offload.perf.plan.prediction import faster_order, of_orders, tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
 
 
@@ -41,6 +41,7 @@ class Chooser:
     tokens: int  # tokens of one micro-batch on one rank
     checkpointing: bool = True
     sequence: int = 0  # tokens of one sequence; 0: not known
+    micro_batches: int = 1  # of a step on one rank
 
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the first section that fits; where none does, the one that lacks least."""
@@ -49,8 +50,19 @@ class Chooser:
             if (choice := candidate.tried(self, shape)) is not None:
                 choices.append(choice)
                 if not choice.tiers.missing:
-                    return choice
-        return min(choices, key=lambda choice: sum(choice.tiers.missing.values()))
+                    return self._ordered(choice)
+        return self._ordered(min(choices, key=lambda choice: sum(choice.tiers.missing.values())))
+
+    def _ordered(self, choice: ChosenSection) -> ChosenSection:
+        """Write the faster order of micro-batches into a section, where rates are known; else "auto" decides."""
+        order = faster_order(of_orders(choice.job, self.machine))
+        if order is None:
+            return choice
+        job = choice.job.with_keys(micro_batch_order=order)
+        tiers = tier_plan(PlacedJob(job, self.machine))
+        if tiers.missing and not choice.tiers.missing:
+            return choice
+        return replace(choice, section=choice.section | {"micro_batch_order": order}, job=job, tiers=tiers)
 
     def fits(self, shape: ModelShape) -> bool:
         """Return whether any section lets a model be trained; the one that needs least memory is tried first."""
@@ -60,7 +72,9 @@ class Chooser:
     def _candidates(self) -> "list[_Candidate]":
         """Sections from what moves least to what needs least memory."""
         drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}
-        common = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+        common: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+        if self.micro_batches > 1:
+            common["gradient_accumulation_steps"] = self.micro_batches
         memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
         state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
         found = [_Candidate(common | {"zero_optimization": memory}, ALL_FITS)]

@@ -82,8 +82,9 @@ def plan(
     tbw: Annotated[float | None, typer.Option(help="Terabytes that a node's drives may have written.")] = None,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
-    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on a rank.")] = 2048,
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence: its attention is counted, too.")] = 0,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, without --config.")] = 1,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +93,7 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
-        drives, of_class = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
+        drives, of_class = drives_said(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
         on_device, copies = _device(device_memory, pcie)
         machine = Machine(
             ranks=ranks,
@@ -106,10 +107,8 @@ def plan(
             pcie=copies,
             network=network,
         )
-        if tokens < 1:
-            raise MachineError(f"--tokens {tokens}: at least 1")
         shape = _shape(model, params, layers, hidden, vocab)
-        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence)
+        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, micro_batches)
         choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
@@ -141,6 +140,8 @@ def _planned(
 ) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
     """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so."""
     machine, largest = chooser.machine, None
+    if file is not None and chooser.micro_batches > 1:
+        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
     if file is None:
         choice = chooser.choose(shape)
         prediction = predict(choice.job, machine)
@@ -176,10 +177,13 @@ def _shape(
     return ModelShape.of_numbers(params, layers, hidden, vocab or 0)
 
 
-def _drives(
-    drive: str | None, bench: Path | None, rates: tuple[int | None, int | None, int | None], tbw: float | None
+def drives_said(
+    drive: str | None,
+    bench: Path | None,
+    rates: tuple[int | None, int | None, int | None] = (None, None, None),
+    tbw: float | None = None,
 ) -> tuple[Drives | None, int | None]:
-    """A node's drives, from one of the three ways to say them, and their capacity where that says it, too."""
+    """Return a node's drives, from one of the three ways to say them, and their capacity where that says it, too."""
     given = [drive is not None, bench is not None, rates != (None, None, None)]
     if sum(given) > 1:
         raise MachineError("rates of drives come from --drive, from --bench, or from --read-bw and the like: give one")

@@ -2,9 +2,9 @@
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -56,6 +56,10 @@ class Job:
     sequence: int = 0  # tokens of one sequence, each of which attends to those before it; 0: not known, nor counted
     baseline_bytes: int = LIBRARIES_BYTES  # resident memory of a process before it trains
 
+    def with_keys(self, **keys: Any) -> Self:
+        """Return the job with other values of these keys of its section."""
+        return replace(self, config=self.config.model_copy(update=keys))
+
     @property
     def layer_bytes(self) -> int:
         """Bytes that a layer which is not computed again keeps of a micro-batch."""
@@ -92,8 +96,8 @@ class Job:
     @property
     def computes_again(self) -> bool:
         """Whether layers are computed once more in backward, as they are where micro-batches go block by block."""
-        section, vertical = self.config.activations, self.config.micro_batch_order == "vertical"
-        return vertical or (self.checkpointing if section.device == "none" else section.keep != "all")
+        section = self.config.activations
+        return self.config.goes_by_blocks or (self.checkpointing if section.device == "none" else section.keep != "all")
 
 
 class Copies(NamedTuple):
@@ -192,7 +196,7 @@ class PlacedJob:
 
     def runs_as(self, overlap_step: OverlapStep) -> OverlapStep:
         """Return what a schedule comes to: what takes turns is updated in backward block by block alone."""
-        in_backward = not self.takes_turns or self.job.config.micro_batch_order == "vertical"
+        in_backward = not self.takes_turns or self.job.config.goes_by_blocks
         return overlap_step if in_backward or overlap_step == "off" else "forward"
 
     @property

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.account import GATHERED
 from nvme_offload.perf.plan.choosing import ChosenSection
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, predict
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
 from nvme_offload.perf.plan.shape import ModelShape
 
 
@@ -87,6 +86,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield f"With each overlap_step (this section has {prediction.overlap_step}): {others}"
     if prediction.job.config.activations.device != "none":
         yield from _activations(prediction)
+    yield from _orders(prediction)
     if machine.device_memory is not None and machine.pcie is None:
         yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
     if machine.num_nodes > 1 and machine.network is None:
@@ -118,11 +118,25 @@ def _activations(prediction: Prediction) -> Iterator[str]:
     if prediction.time is not None:
         times = {}
         for keep in ("boundaries", "attention", "all") if job.sequence else ("boundaries", "all"):
-            config = job.config.model_copy(update={"activations": section.model_copy(update={"keep": keep})})
-            other = predict(replace(job, config=config), machine).time
+            other = predict(job.with_keys(activations=section.model_copy(update={"keep": keep})), machine).time
             times[keep] = other.seconds if other is not None else inf
         said = ", ".join(f"{keep} {seconds:.3g} s" for keep, seconds in times.items())
         yield f"By activations.keep: {said}; fastest: {min(times, key=lambda keep: times[keep])}"
+
+
+def _orders(prediction: Prediction) -> Iterator[str]:
+    """Say what an iteration comes to in each order of its micro-batches, and which one is the faster."""
+    job, orders = prediction.job, of_orders(prediction.job, prediction.machine)
+    if not orders:
+        return
+    moved = {order: found.total_traffic for order, found in orders.items()}
+    said = {order: f"{format_bytes(round(each.read + each.written))} moved" for order, each in moved.items()}
+    if faster := faster_order(orders):
+        said |= {order: f"{found.time.seconds:.3g} s" for order, found in orders.items() if found.time is not None}
+    ways = ", ".join(f"{order} {each}" for order, each in said.items())
+    yield f"By micro_batch_order: {ways}; " + (f"faster: {faster}" if faster else "rates say which is faster")
+    if job.config.goes_by_blocks:
+        yield "Block by block goes engine.accumulate; a loop of backward and step is horizontal, whatever the key says"
 
 
 def _of_any_number_of_ranks(prediction: Prediction, tier: Tier) -> Iterator[str]:

@@ -117,8 +117,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """Return a row below `STEP_HEAD` for each kind that a mean step has moved, or that the tier plan lets it move.
 
-    The tier plan takes the micro-batches of a step one after the other, but where the section says "vertical", and
-    counts nothing as found in a staging buffer.
+    The tier plan takes the micro-batches of a step as `engine.accumulate` does, and counts nothing as found in a
+    staging buffer.
     """
     scalars, planned, rows = record["scalars"], record.get("planned", {}), list[list[str]]()
     for kind, prefix in KINDS.items():

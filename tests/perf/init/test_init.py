@@ -70,6 +70,31 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
     assert f"offload doctor --config {output}, offload plan --model {model} --config {output}" in done.output
 
 
+@pytest.mark.parametrize(
+    ("flops", "order", "said"),
+    [("1e14", "vertical", "faster: vertical"), ("1e10", "horizontal", "faster: horizontal"), (None, None, "rates say")],
+)
+def test_the_faster_order_of_micro_batches_is_written_where_rates_are_known(model, tmp_path, flops, order, said):
+    """Without them "auto" decides alike in a run and in its plan."""
+    rates = ("--drive", "gen4-consumer", *(("--flops", flops) if flops else ()))
+    done, section = init(model, tmp_path, "--host-memory", "4GiB", "--micro-batches", "8", *rates)
+    assert done.exit_code == 0, done.output
+    assert (section["gradient_accumulation_steps"], section.get("micro_batch_order")) == (8, order)
+    more = ("--model", str(model), "--tokens", "128", "--host-memory", "4GiB", *rates)
+    words = []
+    for given in ("--config", str(tmp_path / "offload.json")), ("--micro-batches", "8"):
+        planned = CliRunner().invoke(app, ["plan", *more, *given]).output
+        assert said in planned
+        words.append([line for line in planned.splitlines() if "micro_batch_order:" in line])
+    assert words[0] == words[1]
+    config = OffloadConfig.from_dict(section)
+    assert config.goes_by_blocks == (order != "horizontal")
+    assert config.rounds == (8 if order == "horizontal" else 1)
+    both = CliRunner().invoke(app, ["plan", *more, "--config", str(tmp_path / "offload.json"), "--micro-batches", "8"])
+    assert both.exit_code == 2
+    assert "leave out --micro-batches" in both.output
+
+
 def test_what_does_not_fit_is_said_and_nothing_is_written(model, tmp_path):
     done, section = init(model, tmp_path, "--host-memory", "600MiB")
     assert (done.exit_code, section) == (1, None)
