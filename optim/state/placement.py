@@ -21,6 +21,8 @@ from nvme_offload.optim.updates.mirrored import DeviceMirror
 _GRAD_ITEMSIZE = 4  # the widest
 LEAST_BUDGET = 64 * MiB
 """Staging buffers within a smaller `host_budget` are so small that a drive does not reach its rate."""
+_STAGING_PART = 8
+"""Staging buffers take one part in so many of a larger `host_budget`: what they take no state can have."""
 
 
 class StatePlacement:
@@ -95,7 +97,8 @@ class StatePlacement:
         share = self._section.staging_budget // num_buffers
         if self.host_budget is not None:
             num_shares = num_buffers + (self._mirrors_in_buffers if with_mirrors else 0)
-            share = min(share, (self.host_budget - host_state_bytes) // num_shares)
+            most = (self.host_budget - host_state_bytes) // num_shares
+            share = min(share, most, max(most // _STAGING_PART, LEAST_BUDGET // num_shares))
         share -= self._sealed_beside(share)
         return max(share // mmap.PAGESIZE * mmap.PAGESIZE, self._largest_block_bytes)
 

@@ -93,6 +93,14 @@ def test_no_staging_buffers_where_nothing_moves(make_adamw):
     assert optimizer.stats().bytes_read == optimizer.stats().bytes_written == 0
 
 
+def test_staging_buffers_leave_most_of_a_budget_to_the_state(make_adamw):
+    optimizer = make_adamw([param((24 * MILLION,))], host_budget=160 * MiB)
+    optimizer.place()
+    stats = optimizer.stats()
+    assert stats.staging_bytes <= 64 * MiB
+    assert 64 * MiB < stats.host_state_bytes <= 160 * MiB - stats.staging_bytes
+
+
 def test_parameters_that_come_later_stay_within_the_budget(make_adamw):
     params = params_of(SHAPES, *MIXED)
     budget = STAGING + STATE
