@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ import torch
 from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
+from nvme_offload.offload.storage.swap_file import move_all
 from nvme_offload.offload.sync import sync_file, sync_folder
 from nvme_offload.offload.units import round_up
 
@@ -248,16 +249,7 @@ class ManifestFiles:
         memory = self._memory.view(torch.uint8, 0, size_bytes).numpy().data
         memory[: len(content)] = content
         memory[len(content) :] = bytes(size_bytes - len(content))
-        done = 0
-        while done < size_bytes:
-            try:
-                moved = os.pwrite(self._files[place].fileno(), memory[done:], done)
-                moved -= moved % _BLOCK_BYTES  # a short one is repeated from where direct I/O may begin
-                if not moved:
-                    raise OSError(errno.EIO, "nothing of a block was written")
-            except OSError as error:
-                raise _error(error, self._paths[place], done, size_bytes - done, "write") from error
-            done += moved
+        move_all(os.pwrite, self._files[place].fileno(), self._paths[place], "write", 0, memory, extent="a manifest")
 
 
 def _make(folder: Path, name: str) -> None:
@@ -271,14 +263,10 @@ def _promise(fd: int, path: Path, size_bytes: int) -> None:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise _error(error, path, 0, size_bytes, "allocate") from error
+            code = error.errno or errno.EIO
+            raise SwapIOError(
+                code, path=path, size_bytes=size_bytes, direction="allocate", extent="a manifest"
+            ) from error
         system = os.fstatvfs(fd)
         free_bytes = system.f_bavail * system.f_frsize
         raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes) from error
-
-
-def _error(
-    error: OSError, path: Path, offset: int, size_bytes: int, direction: Literal["write", "allocate"]
-) -> SwapIOError:
-    code = error.errno or errno.EIO
-    return SwapIOError(code, path=path, offset=offset, size_bytes=size_bytes, direction=direction, extent="a manifest")

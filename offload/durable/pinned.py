@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage.swap_file import move_all, read_at
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
@@ -52,23 +51,12 @@ class PinnedReader:
 
     def _fill(self, fd: int, offset: int, at: int, size_bytes: int) -> None:
         target = self._memory.view(torch.uint8, at, size_bytes).numpy().data
-        done, unit, copies = 0, self._space.alignment, self._space.copies
-        while done < size_bytes:
-            read_at = copies.read_at(fd)
+        copies, unit = self._space.copies, self._space.alignment
+        while True:
+            fd_read = copies.read_at(fd)
+            path = self._space.path_of(fd_read)
             try:
-                moved = os.preadv(read_at, [target[done:]], offset + done)
-            except OSError as error:
-                if copies.lose_at(read_at, error):
-                    continue
-                raise self._error(error.errno or errno.EIO, read_at, offset + done, size_bytes - done) from error
-            if done + moved < size_bytes:
-                moved -= moved % unit  # direct I/O goes on where it may begin
-            if moved == 0:
-                raise self._error(errno.EIO, read_at, offset + done, size_bytes - done)
-            done += moved
-
-    def _error(self, code: int, fd: int, offset: int, size_bytes: int) -> SwapIOError:
-        path = self._space.path_of(fd)
-        return SwapIOError(
-            code, path=path, offset=offset, size_bytes=size_bytes, direction="read", extent="a pinned step"
-        )
+                return move_all(read_at, fd_read, path, "read", offset, target, unit=unit, extent="a pinned step")
+            except SwapIOError as error:
+                if not copies.lose_at(fd_read, error):
+                    raise

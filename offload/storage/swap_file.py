@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -163,30 +163,8 @@ class SwapFile:
 
     def copy_from(self, other: SwapFile, offset: int, memory: memoryview) -> None:
         """Copy a range of another file to the same place, through memory as large as it is, which is aligned."""
-        other._move(os.preadv, "read", offset, memory)
-        self._move(os.pwritev, "write", offset, memory)
-
-    def _move(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        direction: Direction,
-        offset: int,
-        memory: memoryview,
-    ) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                moved = call(self.fd, [memory[done:]], offset + done)
-                if done + moved < len(memory):
-                    moved -= moved % self.alignment  # direct I/O goes on where it may begin
-                if not moved:
-                    raise OSError(errno.EIO, "nothing was moved")
-            except OSError as error:
-                code, rest = error.errno or errno.EIO, len(memory) - done
-                raise SwapIOError(
-                    code, path=self.path, offset=offset + done, size_bytes=rest, direction=direction
-                ) from error
-            done += moved
+        for file, call, direction in ((other, read_at, "read"), (self, os.pwrite, "write")):
+            move_all(call, file.fd, file.path, direction, offset, memory, unit=file.alignment)
 
     def free(self, stripe: Stripe) -> None:
         """Give a range back for later ``take`` calls."""
@@ -199,6 +177,42 @@ class SwapFile:
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
         self._descriptor.close()
+
+
+def read_at(fd: int, memory: memoryview, offset: int) -> int:
+    """Read into memory as `os.pwrite` writes from it."""
+    return os.preadv(fd, [memory], offset)
+
+
+def move_all(
+    call: Callable[[int, memoryview, int], int],
+    fd: int,
+    path: Path,
+    direction: Direction,
+    offset: int,
+    memory: memoryview,
+    *,
+    unit: int = MIN_ALIGNMENT,
+    extent: str = "",
+) -> None:
+    """Read or write all of some memory, past an engine; raise SwapIOError, which says what of it was left.
+
+    `call` is `read_at` or `os.pwrite`; `unit` is where direct I/O may begin.
+    """
+    done = 0
+    while done < len(memory):
+        try:
+            moved = call(fd, memory[done:], offset + done)
+            if done + moved < len(memory):
+                moved -= moved % unit  # a short one goes on where direct I/O may begin
+            if not moved:
+                raise OSError(errno.EIO, "nothing of it was moved")
+        except OSError as error:
+            code, at, rest = error.errno or errno.EIO, offset + done, len(memory) - done
+            raise SwapIOError(
+                code, path=path, offset=at, size_bytes=rest, direction=direction, extent=extent
+            ) from error
+        done += moved
 
 
 def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int | None]:
