@@ -1,6 +1,8 @@
 """A run on two drives: either may be erased, fail or lie, and the bits are those of a run on one that did not."""
 
+import fcntl
 import shutil
+import struct
 import subprocess
 import tempfile
 import warnings
@@ -18,6 +20,8 @@ from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
 from tests.support.training import assert_same_bits, faulty_drive, params_of, section, set_grads, snapshot, storage_io
+
+_SHUT_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, without a flush
 
 
 @pytest.fixture
@@ -304,6 +308,26 @@ def loop(tmp_path):
         pytest.skip("loop devices cannot be mounted here")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # the kernel closes rings behind close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_file_system_that_is_gone_for_good_is_one_warning(drive, loop, first):
+    """It answers everything with EIO, as that of a drive that was pulled out."""
+    paths = (loop, drive) if first else (drive, loop)
+    params, optimizer = fresh(*paths, rewrite_every=3, buffers=2)
+    with optimizer, said():
+        train(optimizer, params, range(3))
+        lost = optimizer.store.durability.run.space.copies.files[0 if first else 1]
+        fcntl.ioctl(lost[0].fd, _SHUT_DOWN, struct.pack("I", 2))
+        train(optimizer, params, range(3, 9))
+        optimizer.snapshot("kept")
+        optimizer.durable.commits.settle()
+        assert (optimizer.durable.num_copies, optimizer.stats().failed_commits) == (1, 0)
+        assert_same_bits(snapshot(optimizer), expected(9))
+    with pytest.warns(RuntimeWarning, match="cannot be opened"):
+        params, optimizer = fresh(*paths, rewrite_every=3, buffers=2)
+    with optimizer:
+        assert optimizer.resume("kept") == (9, {})
 
 
 @pytest.mark.parametrize(("period", "most"), [(1, 24.1), (3, 10.8)])
