@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvme_offload import CheckpointError, ResumeError
+from nvme_offload import CheckpointError, PeerError, ResumeError, SwapIOError
 from tests.support.durable_engine import durable, whole
 from tests.support.forked import ROOT
 from tests.support.hosts import Place, run_on_hosts, why_not
@@ -117,6 +117,29 @@ def test_where_no_ranks_serve_all_are_told_what_is_where(tmp_path, places):
     assert others == [first] * 2
     assert f"that of rank 1 is in {path}/nvme-durable-run-rank1 on host b, where rank 2 looks" in first, first
     assert "Start ranks 0 on host a; 1, 2 on host b" in first
+
+
+def without_a_drive(rank, world_size, paths):
+    with pytest.raises((SwapIOError, ResumeError, PeerError)) as caught, durable("bf16", paths[rank], "run") as engine:
+        engine.resume()
+    return "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.slow
+@on_hosts
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_of_three_hosts_one_has_lost_its_drive_and_all_say_the_same(tmp_path, places, folder):
+    """Its folder is not there, or it is the empty one that the drive was mounted on."""
+    cz, path = ("c", "z", "nvme"), tmp_path / "nvme"
+    (tmp_path / "z").mkdir()
+    run_on_hosts(life, places([AX, BY, cz]), [path] * 3, "state", STOPPED)
+    if folder == "empty":
+        shutil.rmtree(tmp_path / "z" / "nvme-durable-run-rank2")
+    paths = [path, path, path if folder == "empty" else tmp_path / "missing"]
+    said = run_on_hosts(without_a_drive, places([AX, BY, cz]), paths)
+    assert len({words.partition(": ")[2] for words in said}) == 1, said
+    parts = ["rank 2 has nothing", "host c"] if folder == "empty" else [str(paths[2]), "on rank 2, host c"]
+    assert all(words in said[0] for words in parts), said
 
 
 SCRIPT = """
