@@ -163,8 +163,8 @@ class SwapFile:
 
     def copy_from(self, other: SwapFile, offset: int, memory: memoryview) -> None:
         """Copy a range of another file to the same place, through memory as large as it is, which is aligned."""
-        for file, call, direction in ((other, read_at, "read"), (self, os.pwrite, "write")):
-            move_all(call, file.fd, file.path, direction, offset, memory, unit=file.alignment)
+        move_all(read_at, other.fd, other.path, "read", offset, memory, unit=other.alignment)
+        move_all(os.pwrite, self.fd, self.path, "write", offset, memory, unit=self.alignment)
 
     def free(self, stripe: Stripe) -> None:
         """Give a range back for later ``take`` calls."""

@@ -43,11 +43,14 @@ def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
         assert any(step > 0 for life in found["history"] for step in life), f"{name}: no life went on from a step"
 
 
+LOSING = ["copies", "copies-logged", "two-ranks-copies-logged"]
+
+
 @pytest.mark.parametrize(
     ("num_kills", "kinds"),
     [
         (10, ["copies-logged"]),
-        pytest.param(70, ["copies", "copies-logged", "two-ranks-copies-logged"], marks=pytest.mark.slow),
+        pytest.param(70, LOSING, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )
 def test_killed_and_now_and_then_a_drive_is_erased_it_ends_with_the_same_bits(drive, num_kills, kinds):
