@@ -265,6 +265,27 @@ def test_models_on_gpus(model, ranks, kept, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("read", "write", "drive_seconds"), [(6.8e9, 4e9, 27.8), (48e9, 36e9, 3.4), (None, None, 0.0)], ids=str
+)
+def test_a_step_of_7_b_is_what_it_is_by_hand(read, write, drive_seconds, tmp_path):
+    """On a GPU of 141 GB: one drive, four newer ones, and none, where 70 GB of state fit host memory."""
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(section(tmp_path)))
+    state = f"--read-bw {read} --write-bw {write} --config {file}" if read else "--drive gen4-consumer"
+    gpu = "--gpu-memory 141GB --pcie 55GB/s --flops 4.2e14 --update-rate 4.7e9 --host-memory 256GB --tokens 16384"
+    found = json.loads(plan(f"--params 7e9 --layers 32 --hidden 4096 {gpu} {state} --json").stdout)["iteration"]
+    by_hand = {
+        "compute": 8 * 7e9 * 16384 / 4.2e14,  # forward, forward again and backward: 2, 2 and 4 for each number
+        "pcie": 4 * 7e9 / 55e9,  # parameters and gradients come down, two bytes each, while parameters go up
+        "update": 7e9 / 4.7e9,
+        "nvme": 10 * 7e9 / read + 10 * 7e9 / write if read else 0.0,
+    }
+    assert {part: found[part] for part in by_hand} == pytest.approx(by_hand, rel=0.01)
+    assert [round(by_hand[part], 1) for part in by_hand] == [2.2, 0.5, 1.5, drive_seconds]
+    assert max(by_hand.values()) <= found["seconds"] <= 1.6 * max(by_hand.values())
+
+
+@pytest.mark.parametrize(
     ("params", "grads", "asked", "expected"),
     [
         ("none", "cpu", "backward", "forward"),  # a gradient is on its way when backward might use it
