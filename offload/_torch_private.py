@@ -39,6 +39,7 @@ __all__ = [
     "fsdp_params",
     "gathered_params",
     "give_shard",
+    "has_context",
     "install_extension",
     "is_cast",
     "is_view",
@@ -168,6 +169,14 @@ def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """
     spec = replace(like._spec, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def has_context(device: torch.device) -> bool:
+    """Return whether this process has a context on a device of CUDA's: asking torch for anything else would open one.
+
+    ``torch._C._cuda_hasPrimaryContext``: torch itself asks it before it leaves a device for another.
+    """
+    return bool(getattr(torch._C, f"_{device.type}_hasPrimaryContext")(device.index))
 
 
 def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:

@@ -119,6 +119,16 @@ def sent(source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Even
     return target, queued(device)
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError where this thread captures a graph of the device's work: it cannot hold a wait for others."""
+    if not is_host(device) and torch.get_device_module(device).is_current_stream_capturing():
+        raise RuntimeError(
+            "this thread captures a CUDA graph, and what it calls here waits for copies of other streams and threads, "
+            "which a graph cannot hold. Capture what is computed between two such calls, behind "
+            'optimizer.synchronize(), with capture_error_mode="thread_local"'
+        )
+
+
 def wait_for_all(device: torch.device) -> None:
     """Wait until everything that was queued on a device is done."""
     torch.get_device_module(device).synchronize(device)
@@ -179,6 +189,7 @@ class CopyQueue:
 
     def let_current_come_after(self, mark: Event | None = None) -> None:
         """Let what this thread queues from here on begin after a mark; by default after all copies so far."""
+        refuse_capture(self.device)
         current_stream(self.device).wait_event(self.mark() if mark is None else mark)
 
     def wait(self) -> None:

@@ -75,9 +75,8 @@ class DurableState(Durability):
 
     def means(self, ground: Ground) -> Means:
         """See `Durability`."""
-        return DurableMeans(
-            ground.kernels, ground.param_of, ground.fused, logs=self.logs, begin_writing=self.begin_writing
-        )
+        means = ground.kernels, ground.param_of, ground.fused, ground.computing
+        return DurableMeans(*means, logs=self.logs, begin_writing=self.begin_writing)
 
     def new_log(self) -> LogState:
         """See `Durability`."""

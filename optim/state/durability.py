@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class Ground(NamedTuple):
         """Return what is in this process's memory of a parameter."""
         return self.table[index].param
 
+    def computing(self, subgroup: int) -> AbstractContextManager[None]:
+        """Count the time inside as that of a subgroup's update."""
+        return self.meter.computing("compute", subgroup)
+
 
 class Durability:
     """Answers what a store asks of its state's life. With this class state ends with the process.
@@ -59,7 +64,7 @@ class Durability:
 
     def means(self, ground: Ground) -> Means:
         """Return what the updaters of an optimizer work with."""
-        return Means(ground.kernels, ground.param_of, ground.fused)
+        return Means(ground.kernels, ground.param_of, ground.fused, ground.computing)
 
     def new_log(self) -> LogState | None:
         """Return what a slot needs besides, if anything."""

@@ -5,7 +5,8 @@ Whoever interrupts a step leaves its record behind, so the record never has to b
 1. A step is RUNNING before its first update and until its last. An exception that comes out of it leaves it RUNNING,
    and `finish_step` goes on from what is pending.
 2. A subgroup leaves `pending` when its kernel has returned. While a kernel works the record says so; left like that,
-   nobody knows how far the kernel came, and the step is SPOILT.
+   nobody knows how far the kernel came, and the step is SPOILT. One that a device refused memory for knows it itself,
+   and is kept, to be called once more.
 3. What a step needs (gradients, scalars) is in its record, and nowhere else.
 4. Phase and worker change together, by assignments with no call between them: see `StateBody.enter`.
 """
@@ -100,8 +101,9 @@ class StepRecord(Condition):
         self.number = number
         self.order = order
         self.inputs = inputs
-        self.pending = dict.fromkeys(order)
-        """Subgroups that have not been updated yet, in the order of the step."""
+        self.pending: dict[SlotRecord, Callable[[], int] | None] = dict.fromkeys(order)
+        """Subgroups that have not been updated yet, in the order of the step, with the kernel where a device refused it
+        memory: called once more, before anything else, it goes on."""
         self.wanted: list[int] = []
         """Parameters that somebody waits for, by index: they come next."""
         self.changed_tiles = 0
@@ -153,7 +155,12 @@ class StepRecord(Condition):
         """Run a subgroup's kernel, which returns how many tiles somebody else had changed; note that it is updated."""
         # No other call until it is False again: an exception in between leaves a step that nobody can finish.
         self.is_in_kernel = True
-        self.changed_tiles += kernel()
+        try:
+            self.changed_tiles += kernel()
+        except torch.OutOfMemoryError:
+            self.pending[slot] = kernel
+            self.is_in_kernel = False
+            raise
         del self.pending[slot]
         self.is_in_kernel = False
 
@@ -194,7 +201,9 @@ class StepRecord(Condition):
     def _go_on_from(self, begun: StepRecord) -> None:
         self.changed_tiles += begun.changed_tiles
         for slot in begun.order:
-            if slot not in begun.pending:
+            if slot in begun.pending:
+                self.pending[slot] = begun.pending[slot]
+            else:
                 del self.pending[slot]
                 self.let_go_of(slot)
 

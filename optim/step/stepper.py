@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload.devices.device import is_host
+from nvme_offload.offload.devices.device import is_host, refuse_capture
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.flat import flat_grad
@@ -21,7 +21,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
-from nvme_offload.optim.state.slots import SlotRecord
+from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.final_gradients import Backward, FinalGradients, StepCommits
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
@@ -189,11 +189,26 @@ class Stepper:
         record.check_grads(record.inputs.grads)
         try:
             with DeferredInterrupt() as interrupt:
+                self._end_cut_short(record)
                 store.pipeline.forget_failures()
                 self._go_on(record, len(record.order), interrupt)
         except BaseException as error:
             error.add_note(self._where_it_stands(record.number))
             raise
+
+    def _end_cut_short(self, record: StepRecord) -> None:
+        """End updates that a device refused memory for, and have their state written with the parameters as they are.
+
+        What is left of them changes nothing of a state that was written meanwhile.
+        """
+        pipeline = self._store.pipeline
+        for slot, update in list(record.pending.items()):
+            if update is None:
+                continue
+            if slot.home.memory is None and slot.residency is not Residency.DIRTY:
+                pipeline.acquire([slot], 0)
+                pipeline.will_change(slot, updated=record.inputs.grads)
+            record.update(slot, update)
 
     def clip_grads(self, groups: Sequence[Mapping[str, Any]], max_norm: float) -> float:
         """Have the next step clip all gradients together to `max_norm`; return their norm as stored."""
@@ -224,7 +239,9 @@ class Stepper:
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float | None:
         store = self._store
         known = dict(self.final.sums)
-        if not all(is_host(grad.device) for grad in grads.values()):  # backward is still under way: this waits for it
+        there = next((grad.device for grad in grads.values() if not is_host(grad.device)), None)
+        if there is not None:  # backward is still under way: this waits for it
+            refuse_capture(there)
             with self._meter.waiting("device"):
                 store.blocks.land_gradients()
                 unknown = {index: grad for index, grad in grads.items() if index not in known}
@@ -333,6 +350,7 @@ class Stepper:
     def _go_on(self, record: StepRecord, num_inside: int, interrupt: DeferredInterrupt) -> None:
         """Update `num_inside` subgroups here, and leave the rest to the worker. Ctrl-C is honoured in between."""
         store = self._store
+        self._end_cut_short(record)
 
         def on_pause() -> None:
             interrupt.deliver()

@@ -138,7 +138,11 @@ class Arrivals:
             self._kept[0].let_go(self._queue)
             self._kept.popleft()
         self._queue.come_after()
-        self._queue.copy(target, arrival.grad, kept=True)
+        try:
+            self._queue.copy(target, arrival.grad, kept=True)
+        except torch.OutOfMemoryError:
+            arrival.forget_what_follows()  # it would find another gradient there
+            raise
         self._hand_over(arrival)
 
     def _hand_over(self, arrival: _Arrival) -> None:

@@ -7,6 +7,7 @@ and nothing waits for the device: what the host wants to know is a tensor there.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from nvme_offload.optim.layout.flat import unflatten
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.updater import Updater
+from nvme_offload.optim.updates.whole_params import WholeParams
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
 
 
@@ -39,21 +41,21 @@ class WholeMatrix(Updater):
     inside = "updates whole parameters"
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
-        """See `Updater.prepare`."""
-        rule, here = self.subgroup.rule, self.means.kernels
+        """See `Updater.prepare`. It updates copies, for the device that multiplies matrices may refuse memory."""
+        updated = [self._update_copies(index, run, work.whole) for index, run in work.runs.items()]
+        return lambda: sum(int(put_in_place()) for put_in_place in updated)
 
-        def update_one(index: int, run: RunTensors) -> int:
-            like = self.means.param_of(index)
+    def _update_copies(self, index: int, run: RunTensors, whole: WholeParams) -> Callable[[], torch.Tensor]:
+        rule, like = self.subgroup.rule, self.means.param_of(index)
 
-            def update(
-                master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: tuple[float, ...]
-            ) -> None:
-                shaped = [unflatten(each, like) for each in (master, grad, *states)]
-                rule.update_whole(shaped[0], shaped[1], shaped[2:], scalars, partial(work.whole.through, index))
+        def update(
+            master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: tuple[float, ...]
+        ) -> None:
+            shaped = [unflatten(each, like) for each in (master, grad, *states)]
+            rule.update_whole(shaped[0], shaped[1], shaped[2:], scalars, partial(whole.through, index))
 
-            return int(update_run(update, run, here))
-
-        return lambda: sum(update_one(index, run) for index, run in work.runs.items())
+        with self.means.computing(self.subgroup.index):
+            return update_copies(update, run, self.means.kernels)
 
 
 class OnDevice(Updater):
@@ -66,19 +68,21 @@ class OnDevice(Updater):
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`. What is returned leaves out tiles found changed: see `Means.found_changed`."""
+        rest = deque(piece for run in work.runs.values() for piece in run.pieces(CHUNK_NUMEL))
 
-        def update_all() -> int:
-            for run in work.runs.values():
-                self.means.found_changed.extend(map(self._updated, run.pieces(CHUNK_NUMEL)))
+        def update_rest() -> int:
+            while rest:
+                self.means.found_changed.append(self._updated(rest[0]))
+                rest.popleft()
             return 0
 
-        return update_all
+        return update_rest
 
     def _updated(self, run: RunTensors) -> torch.Tensor:
         rule = self.subgroup.rule
         if rule.kernel and (kernels := self.means.fused(run.param.device)) is not None:
             return update_run_fused(kernels, rule, run)
-        return update_run(rule.update, run, OnAccelerator())
+        return update_copies(rule.update, run, OnAccelerator())()
 
 
 def update_run_fused(kernels: Any, rule: UpdateRule, run: RunTensors) -> torch.Tensor:
@@ -99,11 +103,30 @@ def update_run_fused(kernels: Any, rule: UpdateRule, run: RunTensors) -> torch.T
     return updated
 
 
-def update_run(
-    update: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], tuple[float, ...]], None],
-    run: RunTensors,
-    here: KernelPool | OnAccelerator,
-) -> torch.Tensor:
+Update = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], tuple[float, ...]], None]
+
+
+def update_copies(update: Update, run: RunTensors, here: KernelPool | OnAccelerator) -> Callable[[], torch.Tensor]:
+    """Do `update_run` to copies. Return what puts them in place, which takes no memory, and gives the number."""
+    copies = run._replace(
+        param=run.param.clone(),
+        master=None if run.master is None else run.master.clone(),
+        states=[state.clone() for state in run.states],
+        checksums=None if run.checksums is None else run.checksums.clone(),
+    )
+    changed = update_run(update, copies, here)
+
+    def put_in_place() -> torch.Tensor:
+        kept, made = ((its.param, its.master, its.checksums, *its.states) for its in (run, copies))
+        for tensor, copy in zip(kept, made, strict=True):
+            if tensor is not None and copy is not None:
+                tensor.copy_(copy)
+        return changed
+
+    return put_in_place
+
+
+def update_run(update: Update, run: RunTensors, here: KernelPool | OnAccelerator) -> torch.Tensor:
     """Update one run. A tile whose parameter no longer matches its checksum gets its master from it as found.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -205,7 +206,7 @@ class Mirrored(Updater):
                 param = there.param if is_host(there.param.device) else copies.param(run, there.param.dtype)
                 grad = there.grad if is_host(there.grad.device) else copies.grad(run, there.grad.dtype)
                 on_host[run.param] = param, grad
-        update = self._updater.prepare(replace(work, copies=on_host))
+        update = cache(self._updater.prepare(replace(work, copies=on_host)))  # done once, however often it is copied
 
         def update_and_copy_back() -> int:
             changed_tiles = update()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class Means:
     """Gives what is in this process's memory of a parameter, by index."""
     fused: Fused
     """See `fused_kernels`."""
+    computing: Callable[[int], AbstractContextManager[None]]
+    """Counts the time inside as that of a subgroup's update, by its index: for what `prepare` computes."""
     found_changed: list[torch.Tensor] = field(default_factory=list)
     """Gets the numbers of tiles that updates on a device found changed, int64 there: the host asks a step later."""
 
@@ -55,7 +58,9 @@ class Updater(ABC):
 
         Returns:
             A function that updates the state and the parameters, to be called once. It returns how many tiles of 65536
-            elements somebody else had changed since the last update.
+            elements somebody else had changed since the last update. If it raises OutOfMemoryError, a device refused
+            memory: called once more it goes on where it was, and changes nothing of the state in `work.memory` but
+            what is on that device.
 
         Raises:
             CorruptionError: what is to be done again first is not what was written.

@@ -27,14 +27,16 @@ class WholeParams:
     def through(self, index: int, part: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Apply `function` to a copy of the whole tensor of which `part` is a shard; return this rank's shard of it."""
         self._join_until(index)
-        self._pending.popleft()
         leaf = self._leaves[index]
-        if not isinstance(leaf, DTensor):
-            return function(part.to(self._dtype, copy=True))
-        result = function(self._gathered(leaf, part))
-        for dim, (start, length) in enumerate(zip(shard_offsets(leaf), part.shape, strict=True)):
-            result = result.narrow(dim, start, length)
-        return result.to(part.device)
+        if isinstance(leaf, DTensor):
+            result = function(self._gathered(leaf, part))
+            for dim, (start, length) in enumerate(zip(shard_offsets(leaf), part.shape, strict=True)):
+                result = result.narrow(dim, start, length)
+            result = result.to(part.device)
+        else:
+            result = function(part.to(self._dtype, copy=True))
+        self._pending.popleft()  # last: what a device refuses memory for is done once more
+        return result
 
     def finish(self) -> None:
         """Join in the gathers that are left: of parameters of which this rank has nothing."""

@@ -109,7 +109,7 @@ class OffloadEngine(CheckpointEngine):
             reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
         )
         self._peers = Peers(mesh.mesh.flatten().tolist())
-        self._passes = Passes(module, optimizer, mesh.size(), self._peers)
+        self._passes = Passes(module, optimizer, mesh, self._peers)
         self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes, activations)
         self._update = Update(optimizer, self._peers)
         self._part = EnginePart(module, LossScaler.of(config.fp16) if precision_plan.loss_scaling else None)
@@ -271,9 +271,11 @@ class OffloadEngine(CheckpointEngine):
                 "schedule.step(...) and then engine.step()"
             )
         self._accumulation.check_backward()
+        check_loss(loss)
         share = self.gradient_accumulation_steps if scale_wrt_gas else 1
+        divided = loss.detach() / share  # first: a device that refuses memory for it must not do so after the backward
         self._backward(loss, share, retain_graph=retain_graph)
-        return loss.detach() / share
+        return divided
 
     def _backward(self, loss: torch.Tensor, share: int, *, retain_graph: bool = False) -> None:
         check_loss(loss)

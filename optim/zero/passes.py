@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from nvme_offload.offload.devices.device import current_of, refuse_capture
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.peers import Peers
@@ -17,10 +19,11 @@ from nvme_offload.optim.zero.sharding import reset_pass
 class Passes:
     """Runs forwards and backwards, and gives up the step where one was cut off."""
 
-    def __init__(self, module: nn.Module, optimizer: OffloadOptimizer, num_ranks: int, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, optimizer: OffloadOptimizer, mesh: DeviceMesh, peers: Peers) -> None:
         self._module = module
         self._optimizer = optimizer
-        self._num_ranks = num_ranks
+        self._num_ranks = mesh.size()
+        self._device = current_of(mesh.device_type)
         self._peers = peers
         self._way_on = ""
         """The way on after a pass that could not be given up, in words."""
@@ -42,6 +45,7 @@ class Passes:
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
+        refuse_capture(self._device)
         return _Pass(self, where, begin_anew, is_done)
 
     def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:

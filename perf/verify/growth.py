@@ -1,4 +1,4 @@
-"""More layers must take no more of the device, nor of the host: memory that is reserved there, and waits for it."""
+"""More layers take no more of the device, nor of the host: memory that is reserved there, waits for it, contexts."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile, supported_activities
 
+from nvme_offload.offload._torch_private import has_context
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.optim.zero.sharding import default_mesh
@@ -37,8 +39,14 @@ def growth(site: Site) -> Found:
     for each in (few, many):
         if each["waits_in_passes"] or each["waits_in_step"] > MOST_WAITS:
             raise WrongError(f"the host waits in a pass, or more than {MOST_WAITS} times in a step: {each}")
+    device = torch.get_device_module(site.device)
+    contexts = [number for number in range(device.device_count()) if has_context(torch.device(site.device, number))]
+    if contexts != [device.current_device()]:
+        raise WrongError(f"this process uses device {device.current_device()}, and has contexts on {contexts}")
     text = f"{format_bytes(many['reserved_bytes'])} beside the model, {many['waits_in_step']} waits in a step"
-    return Found(f"{LAYERS[0]} and {LAYERS[1]} layers: {text}", {"few": few, "many": many})
+    found = {"few": few, "many": many, "contexts": contexts}
+    launches = f", {many['launches']} launches in an iteration" if many["launches"] else ""  # else nobody counts them
+    return Found(f"{LAYERS[0]} and {LAYERS[1]} layers: {text}{launches}", found)
 
 
 def _measured(site: Site, layers: int) -> dict[str, int]:
@@ -67,7 +75,13 @@ def _measured(site: Site, layers: int) -> dict[str, int]:
             engine.step()
             in_step = _count(waits) - in_passes
         reserved = device.max_memory_reserved() - before
-    return {"layers": layers, "reserved_bytes": reserved, "waits_in_passes": in_passes, "waits_in_step": in_step}
+        with profile(activities=supported_activities()) as counted:  # type: ignore[no-untyped-call]
+            engine.backward(engine(batch).float().square().mean())
+            engine.step()
+            engine.optimizer.synchronize()
+        launches = sum(each.count for each in counted.key_averages() if each.key.startswith("cudaLaunchKernel"))
+    waits_of = {"waits_in_passes": in_passes, "waits_in_step": in_step}
+    return {"layers": layers, "reserved_bytes": reserved, **waits_of, "launches": launches}
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from nvme_offload.perf.verify.updates import section, values_of
 BF16 = MODES["bf16"]
 LAYERS, ROWS, COLUMNS = 4, 331, 257
 STEPS = 3
+BUSY = {True: 4096, False: 8}
+"""Products of matrices of this size keep a device behind the host."""
+_LINKS = 20
 
 Values = dict[str, list[torch.Tensor]]
 
@@ -58,19 +61,22 @@ def full(engine: OffloadEngine) -> Values:
     }
 
 
-def take_slope_steps(engine: OffloadEngine, device: str, first: int = 0, steps: int = STEPS) -> None:
-    """Steps with gradients from the number of the step."""
+def take_slope_steps(engine: OffloadEngine, device: str, first: int = 0, steps: int = STEPS, busy: int = 8) -> None:
+    """Steps with gradients from the number of the step, each at the end of a queue of products of so many rows."""
+    square = torch.ones(busy, busy, device=device)
     for step in range(first, first + steps):
         for micro in range(engine.gradient_accumulation_steps):
             slopes = values_of((LAYERS, ROWS, COLUMNS), 100 * step + micro, 0.1).bfloat16().float()
+            for _ in range(_LINKS):
+                torch.mm(square, square)
             engine.backward(engine(slopes.to(device)))
             engine.step()
 
 
-def slope_run(device: str, config: dict[str, Any]) -> tuple[Values, float]:
-    """Parameters and states after a few steps, and the last norm."""
+def slope_run(device: str, config: dict[str, Any], busy: int = 8) -> tuple[Values, float]:
+    """Parameters and states after a few steps, and the last norm; see `take_slope_steps`."""
     with initialize(Slopes().to(device), config) as engine:
-        take_slope_steps(engine, device)
+        take_slope_steps(engine, device, busy=busy)
         return full(engine), engine.get_global_grad_norm()
 
 
@@ -79,7 +85,7 @@ def gradients(site: Site) -> Found:
     for name, mode in MODES.items():
         for where in ("cpu", "nvme"):
             with site.drive() as drive:
-                found = slope_run(site.device, _moved(drive, where, mode))
+                found = slope_run(site.device, _moved(drive, where, mode), BUSY[site.large])
                 expected = slope_run("cpu", _moved(None, "none", mode))
             must_equal(found, expected, f"{name}, gradients on {where}")
     with site.drive() as drive:
@@ -98,7 +104,7 @@ def parameters(site: Site) -> Found:
             with site.drive() as drive:
                 config = _moved(drive, where, mode)
                 config["zero_optimization"]["offload_param"] = config["offload_gradients"]
-                must_equal(slope_run(site.device, config), expected, f"{name}, all on {where}")
+                must_equal(slope_run(site.device, config, BUSY[site.large]), expected, f"{name}, all on {where}")
     return Found(f"{', '.join(MODES)}: the same bits as on the CPU", {})
 
 

@@ -28,6 +28,7 @@ from nvme_offload.offload._torch_private import (
     fsdp_params,
     gathered_params,
     give_shard,
+    has_context,
     install_extension,
     is_cast,
     is_view,
@@ -374,6 +375,13 @@ def test_state_dict_hooks():
     optimizer.register_state_dict_pre_hook(before)
     optimizer.register_state_dict_post_hook(after)
     assert state_dict_hooks(optimizer) == ([before], [after])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_has_context():
+    torch.cuda.synchronize()
+    assert has_context(torch.device("cuda", torch.cuda.current_device()))
 
 
 def test_every_function_is_named_here():

@@ -157,6 +157,18 @@ def let_gradients_land():
     arrivals.close()
 
 
+def test_a_gradient_that_memory_was_refused_for_is_not_taken_for_landed(late):
+    arrivals, landed = Arrivals(torch.device("late"), PageLocks(asked=True)), []
+    grads = torch.ones(8, device="late"), torch.full((8,), 2.0, device="late")
+    late.requests_left = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        arrivals.bring(None, grads[0], lambda there: landed.append(float(there.sum())))
+    arrivals.bring(None, grads[1], lambda there: landed.append(float(there.sum())))
+    arrivals.land()
+    assert landed == [16.0]
+    arrivals.close()
+
+
 def swap():
     with tempfile.TemporaryDirectory() as drive:
         section = {"offload_optimizer": {"device": "nvme", "nvme_path": drive}}
@@ -247,6 +259,34 @@ def test_a_context_on_another_device_is_found(late, mistake):
         region.pin(torch.device("late", 1))
         region.unpin()
     assert late.contexts != {1} or late.pinned_on != [1]
+
+
+def test_a_graph_that_is_captured_holds_no_call_of_ours_and_trying_costs_nothing(late):
+    """Whoever reads parameters behind a step comes to the waits for copies without the engine."""
+
+    def refused(call):
+        late.is_capturing = True
+        with pytest.raises(RuntimeError, match="captures a CUDA graph"):
+            call()
+        late.is_capturing = False
+
+    trained = []
+    for device, tried in (("late", refused), ("cpu", lambda call: None)):
+        torch.manual_seed(0)
+        x = torch.ones(2, 16).to(device)
+        with initialize(model_on("cpu").to(device), {**CONFIG, "overlap_step": "forward"}) as engine:
+            weight = next(iter(engine.module.parameters()))
+            for _ in range(2):
+                tried(lambda: engine(x))  # noqa: B023
+                loss = engine(x).float().square().mean()
+                tried(lambda: engine.backward(loss))  # noqa: B023
+                engine.backward(loss)
+                tried(engine.step)
+                engine.step()
+                tried(lambda: get_full_param(weight))  # noqa: B023
+            trained.append([get_full_param(parameter) for parameter in engine.module.parameters()])
+        dist.destroy_process_group()
+    assert_same_bits(*trained)
 
 
 def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):

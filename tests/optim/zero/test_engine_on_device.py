@@ -16,6 +16,7 @@ from tests.support.late_device.mutations import (
     OF_GRADIENTS,
     OF_PARAMETERS,
     OF_RANKS,
+    OF_REFUSALS,
     OF_UPDATES_BEHIND,
 )
 from tests.support.ranks import run_ranks
@@ -139,6 +140,7 @@ def test_training_on_a_device_gives_the_bits_of_the_cpu(results, name):
     expected, found = results[name]
     assert_same(expected, found)
     assert found["norms"] == expected["norms"]  # the sums are the CPU's
+    assert found["updates_behind"] > 0, "which is so where the section does not say otherwise"
     assert max(found["growth"], default=0) <= 8 + 2 * LAYER_BYTES  # a loss, and of all gradients the last two
 
 
@@ -265,15 +267,52 @@ def test_other_mixes_of_tiers(name):
     assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
-def test_memory_that_is_refused_in_a_forward_or_a_step_costs_nothing_but_that(where):
+MUON = {"type": "Muon", "params": {"lr": 0.02}}
+INSIDE = {"overlap_step": "off"}
+SHORT_OF_MEMORY = {
+    "nothing moved": section("none", **BF16, **INSIDE),
+    "host memory": section("cpu", params="cpu", **BF16, **INSIDE),
+    "nvme": section("nvme", "nvme", 1, "nvme", **INSIDE),
+    "behind a step": section("none", "nvme", **BF16, overlap_step="forward"),
+    "in backward": section("none", "nvme", gradient_clipping=0.0, skip_non_finite=False, overlap_step="backward"),
+    "state on the device, bf16": section("none", **BF16, device_budget="1GiB", stride=7),
+    "state on the device, fp16": section("cpu", **FP16, device_budget="1GiB", stride=5),
+    "state on the device, fp32": section("none", device_budget="1GiB", stride=5),
+    "whole matrices": section("none", "nvme", **BF16, optimizer=MUON, stride=3),
+    "whole matrices, fp32": section("cpu", optimizer=MUON, stride=3),
+    "activations": section("cpu", **BF16, activations=KEPT | {"keep": "all"}),
+}
+
+
+REFUSED_IN = {
+    "an update that was refused memory is given up": "nothing moved",
+    "an update that was refused memory begins anew": "behind a step",
+    "state on the device is updated where it is": "state on the device, fp32",
+    "matrices are updated where they are": "whole matrices, fp32",
+    "a backward says that it failed when it is over": "host memory",
+}
+
+
+def assert_refusals_cost_nothing(name, mutation=""):
     code = "import json, sys; from tests.support.late_device.engine import short_of_memory; "
-    code += "print(json.dumps(short_of_memory(json.loads(sys.argv[1]))))"
-    chosen = section(where, "nvme" if where == "nvme" else "cpu", 1, where, **BF16)
-    result = json.loads(run_child(code, json.dumps(chosen), timeout=280))
+    code += "print(json.dumps(short_of_memory(json.loads(sys.argv[1]), sys.argv[2])))"
+    result = json.loads(run_child(code, json.dumps(SHORT_OF_MEMORY[name]), mutation, timeout=280))
     assert result["found"] == result["expected"]
     assert result["refused"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT_OF_MEMORY)
+def test_memory_that_is_refused_anywhere_but_in_backward_costs_nothing_but_that(name):
+    """Allocations and copies, one after the other: of forwards, steps, and updates in backward and behind a step."""
+    assert_refusals_cost_nothing(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", OF_REFUSALS)
+def test_a_mistake_where_memory_is_refused_is_found(mutation):
+    with pytest.raises(AssertionError):
+        assert_refusals_cost_nothing(REFUSED_IN[mutation], mutation)
 
 
 @pytest.mark.slow

@@ -79,8 +79,10 @@ def test_all_of_it_on_the_stand_in(tmp_path, monkeypatch):
         ("a mirror is filled before it has left", "update"),
         ("a buffer is written before its copy is done", "swapper"),
         ("a gradient is summed before it has landed", "gradients"),
+        ("the worker does not wait for its copies", "gradients"),
         ("a block is written before its gradients have landed", "gradients"),
         ("what a gradient had waits for the host", "growth"),
+        ("a thread begins with another device", "growth"),
     ],
 )
 def test_a_mistake_with_a_device_is_found(mutation, found_by, tmp_path, monkeypatch):

@@ -143,44 +143,37 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def short_of_memory(section: dict[str, Any]) -> dict[str, Any]:
-    """Train with a device that refuses one allocation in each step: in a forward, or in `step()`, one after the other.
+def short_of_memory(section: dict[str, Any], mutation: str = "") -> dict[str, Any]:
+    """Train with a device that refuses one request for memory in each step, one after the other, also of a copy.
 
-    Not in backward, where torch ends a process of whose device Python knows. What failed is done once more. Returns
-    digests of the weights on the CPU and on the stand-in, and how many allocations were refused.
+    Requests of autograd's threads are left out, and others by a ``stride`` of the section. What failed is done once
+    more. Returns digests of the weights on the CPU and on the stand-in, and how many requests were refused.
     """
     install()
-    with late_device():
+    with late_device(), MUTATIONS[mutation]() if mutation else nullcontext():
         found, num_steps = _trained_short_of_memory("late", section)
     expected, _ = _trained_short_of_memory("cpu", section, num_steps)
-    return {"expected": expected, "found": found, "refused": num_steps - 2}  # the last of each kind found no more
+    return {"expected": expected, "found": found, "refused": num_steps - 1}  # the last one found no more
 
 
 def _trained_short_of_memory(device: str, section: dict[str, Any], num_steps: int = 0) -> tuple[str, int]:
     torch.manual_seed(0)
-    number, refuse, in_step = 0, int(device == "late"), False
+    stride = section.get("stride", 1)
+    left_out = ("stride", "device_budget") if device == "cpu" else ("stride",)
+    section = {key: value for key, value in section.items() if key not in left_out}
     with (
         tempfile.TemporaryDirectory() as folder,
         initialize(Model(3).to(device), json.loads(json.dumps(section).replace("DRIVE", folder))) as engine,
     ):
-        while refuse or number < num_steps:
+        number, was_refused = 0, True
+        while was_refused if device == "late" else number < num_steps:
             batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
-            LATE.allocations_left = 0 if in_step or not refuse else refuse + 1
-            loss = _once_more(engine, lambda: engine(batch).float().square().mean())  # noqa: B023
-            was_refused = not LATE.allocations_left
-            LATE.allocations_left = 0
-            engine.backward(loss)
-            del loss
-            LATE.allocations_left = refuse + 1 if in_step else 0
+            LATE.requests_left = (1 + number * stride) * (device == "late")
             number += 1
-            while engine.optimizer.stats().steps < number:
-                _once_more(engine, engine.step)
-            was_refused = not LATE.allocations_left if in_step else was_refused
-            LATE.allocations_left = 0
-            if refuse and not was_refused:
-                refuse, in_step = int(not in_step), True
-            else:
-                refuse += bool(refuse)
+            _once_more(engine, lambda: engine.backward(engine(batch).float().square().mean()))  # noqa: B023
+            _once_more(engine, engine.step)
+            _once_more(engine, engine.optimizer.synchronize)
+            was_refused, LATE.requests_left = not LATE.requests_left, 0
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
             digest.update(get_full_param(parameter).numpy().tobytes())
@@ -188,11 +181,12 @@ def _trained_short_of_memory(device: str, section: dict[str, Any], num_steps: in
 
 
 def _once_more(engine: Any, work: Any) -> Any:
+    """Do it, and what a refusal of memory stopped."""
     try:
         return work()
     except torch.OutOfMemoryError:
         if engine.optimizer.has_unfinished_step:
-            return engine.optimizer.finish_step()
+            engine.optimizer.finish_step()
         return work()
 
 

@@ -15,6 +15,7 @@ from nvme_offload.offload import _torch_private
 from nvme_offload.offload.activations import choice
 from nvme_offload.offload.swapper import tensor_swapper
 from nvme_offload.optim.tiers.arrivals import Arrivals
+from nvme_offload.perf.verify import growth
 from tests.support.late_device import autocast
 from tests.support.late_device.queues import (
     LATE,
@@ -48,10 +49,15 @@ def _register(address: int, size_bytes: int, flags: int) -> int:
 
 
 def _unregister(address: int) -> int:
-    """The driver would unlock pages that a copy is still reading or writing, where nobody has waited for it."""
+    """The driver would unlock pages that a copy is still reading or writing, where nobody has waited for it.
+
+    Such a copy does not happen: the pages may be gone when it is its turn.
+    """
     size_bytes = LATE.pinned.pop(address)
     with LOCK:
-        LATE.unlocked_early += LATE.needs_memory(address, address + size_bytes)
+        for work in LATE.users_of(address, address + size_bytes):
+            work.run = lambda: None
+            LATE.unlocked_early += 1
     return 0
 
 
@@ -111,6 +117,10 @@ class _Module:
     @staticmethod
     def current_device() -> int:
         return LATE.current
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        return LATE.is_capturing
 
     @staticmethod
     def max_memory_reserved(device: Any = None) -> int:
@@ -217,6 +227,7 @@ def late_device() -> Iterator[Late]:
         patch.setattr(_torch_private, "StorageWeakRef", _identity)
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
+        patch.setattr(growth, "has_context", lambda device: device.index in LATE.contexts)
         yield LATE
         assert not LATE.unlocked_early, "page-locked memory is unlocked with copies under way"
         assert not LATE.freed_early, "memory of the device is given away with copies under way"

@@ -19,12 +19,16 @@ from nvme_offload.offload.swapper.records import SwapIn, SwapOut, Task
 from nvme_offload.optim.durable.sealing import Sealing
 from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.step import job
 from nvme_offload.optim.step.final_gradients import Inbox
 from nvme_offload.optim.step.stepper import Stepper
+from nvme_offload.optim.tiers import arrivals
 from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
 from nvme_offload.optim.tiers.grad_tier import GradTier
+from nvme_offload.optim.updates import in_torch
 from nvme_offload.optim.updates.mirrored import DeviceMirror
+from nvme_offload.optim.zero.engine import OffloadEngine
 from tests.support.late_device.queues import LATE, Event
 
 
@@ -195,7 +199,12 @@ OF_UPDATES_BEHIND = {
     ),
     "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
 }
-OF_MEMORY = {"what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record)}
+OF_MEMORY = {
+    "what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record),
+    "a thread begins with another device": _edited(
+        arrivals, "_land_each", "begin_thread(device)", "begin_thread(torch.device(device.type, 1))"
+    ),
+}
 OF_ENDS = {
     "blocks end with copies under way": _edited(Departures, "close", "while self._on_way:", "while False:"),
     "gradients end with copies under way": _edited(Arrivals, "close", "self._queue.wait()\n    self._end()", "pass"),
@@ -243,6 +252,25 @@ OF_ENGINES = {
         _GroupOfOne, "_copy_in_stream", "if not hasattr", "if True or not hasattr"
     ),
 }
+OF_REFUSALS = {
+    "an update that was refused memory is given up": _without(Stepper, "_end_cut_short", _nothing),
+    "an update that was refused memory begins anew": _edited(StepRecord, "update", "= kernel\n", "= lambda: 0\n"),
+    "state on the device is updated where it is": _edited(
+        in_torch.OnDevice,
+        "_updated",
+        "update_copies(rule.update, run, OnAccelerator())()",
+        "update_run(rule.update, run, OnAccelerator())",
+    ),
+    "matrices are updated where they are": _edited(
+        in_torch.WholeMatrix,
+        "_update_copies",
+        "return update_copies(update, run, self.means.kernels)",
+        "changed = update_run(update, run, self.means.kernels)\n        return lambda: changed",
+    ),
+    "a backward says that it failed when it is over": _edited(
+        OffloadEngine, "backward", "return divided", "return loss.detach() / share"
+    ),
+}
 OF_RANKS = {
     "squares are summed on the worker's own stream": _edited(
         DeviceMirror, "come_after", "return self.looking()", "return nullcontext()"
@@ -280,6 +308,7 @@ MUTATIONS = {
     **OF_GRADIENTS,
     **OF_PARAMETERS,
     **OF_RANKS,
+    **OF_REFUSALS,
     **OF_SWAPPER,
     **OF_THREADS,
     **OF_UPDATES_BEHIND,

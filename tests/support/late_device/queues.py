@@ -80,7 +80,8 @@ class Late:
         self.refusals = 0  # how many of the next requests to page-lock are refused
         self.latest_error = 0
         self.unlocked_early = 0  # how often page-locked memory was unlocked before copies from it or to it were done
-        self.allocations_left = 0  # the allocation of this number is refused, once; 0: none is
+        self.requests_left = 0
+        """The request for memory of this number is refused, once; 0: none is."""
         self.warns = False  # whether torch warns of waits: see ``torch.cuda.set_sync_debug_mode``
         self.freed_early = 0  # how often memory was given away before what another stream does with it was done
         self.copies_of: Counter[bool] = Counter()
@@ -95,6 +96,7 @@ class Late:
         self.num_landing = 0  # how many threads wait for gradients to land
         self.contexts: set[int] = set()  # numbers of the devices on which some thread has opened a context
         self.available = False
+        self.is_capturing = False  # whether a graph is captured, in every thread
 
     @property
     def current(self) -> int:
@@ -110,6 +112,17 @@ class Late:
         self.live_bytes += live_bytes
         self.waiting_bytes += waiting_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + self.waiting_bytes)
+
+    def ask_for_memory(self) -> None:
+        """Refuse an allocation, or a copy between host and device, if a test says so.
+
+        Not in a thread of autograd's: what is raised there ends the process (`_saying`).
+        """
+        if not self.requests_left or isinstance(threading.current_thread(), threading._DummyThread):
+            return
+        self.requests_left -= 1
+        if not self.requests_left:
+            raise torch.OutOfMemoryError("late: no memory is left, says the test")
 
     def note_wait(self, why: str) -> None:
         self.contexts.add(self.current)
@@ -131,15 +144,15 @@ class Late:
         return not self.is_pinned(tensor) or tensor.data_ptr() in self.pinned_by_torch
 
     def overlaps_pending(self, tensor: torch.Tensor) -> bool:
-        return self.needs_memory(*extent_of(tensor))
+        return bool(self.users_of(*extent_of(tensor)))
 
-    def needs_memory(self, start: int, stop: int) -> bool:
-        """Whether anything that is queued reads or writes memory between two addresses."""
-        return any(
-            start < other_stop and other_start < stop
-            for work in self.pending
-            for other_start, other_stop in map(extent_of, work.touches)
-        )
+    def users_of(self, start: int, stop: int) -> list[Work]:
+        """What is queued and reads or writes memory between two addresses."""
+        return [
+            work
+            for work in [*self.pending]  # at once: a finalizer may queue more
+            if any(start < last and first < stop for first, last in map(extent_of, work.touches))
+        ]
 
 
 LATE = Late()
@@ -309,4 +322,4 @@ def reset() -> None:
     LATE.contexts.clear()
     LATE.copies_of.clear()
     LATE.num_copies = LATE.refusals = LATE.latest_error = LATE.current = LATE.unlocked_early = LATE.freed_early = 0
-    LATE.allocations_left = 0
+    LATE.requests_left = 0

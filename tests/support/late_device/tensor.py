@@ -42,10 +42,7 @@ class Allocation:
         owner = current_stream(device)
         self.recorded: set[Stream] = {owner}
         LATE.contexts.add(device)
-        LATE.allocations_left -= LATE.allocations_left > 0
-        if LATE.allocations_left == 1:
-            LATE.allocations_left = 0
-            raise torch.OutOfMemoryError("late: no memory is left, says the test")
+        LATE.ask_for_memory()
         LATE.count(storage.nbytes())
         weakref.finalize(self, _freed, storage, owner, self.recorded).atexit = False
 
@@ -61,20 +58,14 @@ def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream])
             other.push(Work(partial(_passed, other, behind, size_bytes), at_once=True))
         LATE.count(0, size_bytes * bool(behind))
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        users = {
-            work.stream
-            for work in LATE.pending
-            for first, last in map(extent_of, work.touches)
-            if first < stop and start < last
-        }
-        if users - recorded:
+        if {work.stream for work in LATE.users_of(start, stop)} - recorded:
             stream.push(Work(partial(_given_away, storage), at_once=True))
 
 
 def _given_away(storage: torch.UntypedStorage) -> None:
     """The stream that owned it has come to where it was freed: its next owner may write."""
     start = storage.data_ptr()
-    LATE.freed_early += LATE.needs_memory(start, start + storage.nbytes())
+    LATE.freed_early += bool(LATE.users_of(start, start + storage.nbytes()))
     poison(torch.empty(0, dtype=torch.uint8).set_(storage))
 
 
@@ -305,8 +296,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Between host and device only pinned memory is copied behind the host's back; see ``cudaMemcpyAsync``."""
     to, of, device = _store(target), _store(source), _device_of((target, source))
     on_host = [tensor for tensor in (target, source) if not isinstance(tensor, LateTensor)]
-    LATE.num_copies += bool(on_host)
     if on_host:
+        LATE.ask_for_memory()
+        LATE.num_copies += 1
         LATE.copies_of[computes(current_stream(device))] += 1
     behind = not on_host or (non_blocking and LATE.is_pinned(on_host[0]))
     if on_host and on_host[0] is source and not behind:
