@@ -133,17 +133,20 @@ class SteppedThread:
     ) -> None:
         self._run = lambda: target(*args, **(kwargs or {}))
         self._thread = Thread(name)
-        self._started = False
         self.name = name
 
+    @property
+    def ident(self) -> int | None:
+        """None until it is started."""
+        return id(self) if self._thread.finished or self._thread in world().threads else None
+
     def start(self) -> None:
-        self._started = True
         world().start(self._thread, self._run)
         world().pause()
 
     def is_alive(self) -> bool:
         world().pause()
-        return self._started and not self._thread.finished
+        return self.ident is not None and not self._thread.finished
 
     def join(self, timeout: float | None = None) -> None:
         world().block(lambda: self._thread.finished, timeout, f"the end of {self.name}")

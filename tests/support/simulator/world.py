@@ -103,8 +103,12 @@ class World:
     def start(self, thread: Thread, run: Callable[[], None]) -> None:
         """Have a thread take part; it begins when the baton comes to it."""
         real = threading.Thread(target=self._run, args=(thread, run), name=thread.name, daemon=True)
-        self.threads.append(thread)
-        _unseen(real.start)  # the package has another thread start each of its own
+
+        def begin() -> None:
+            self.threads.append(thread)
+            real.start()
+
+        _unseen(begin)  # the package has another thread start each of its own
 
     def _run(self, thread: Thread, run: Callable[[], None]) -> None:
         thread.gate.acquire()

@@ -26,7 +26,16 @@ from tests.support.simulator.subjects.base import Subject, aio_options
 TAGS = ("a", "b", None)
 LEFTOVERS = {f"{tag}{suffix}" for tag in ("a", "b") for suffix in (PARTIAL, REPLACED)} | {".nvme-offload-unmarked"}
 """What a save that was cut short may leave, until the next one."""
-MODES: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+BLOCKS = BF16 | {"gradient_accumulation_steps": 2}
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "blocks": BLOCKS,
+    "blocks, updated in backward": BLOCKS
+    | {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
+}
+"""What their sections say besides; where they are in blocks, parameters and gradients are on NVMe, too."""
 MOST_STEPS = 6
 SHARD_BYTES = 300  # of an exported file: several for the model
 
@@ -41,28 +50,42 @@ class Model(nn.Module):
         return self.second(torch.relu(self.first(values))) * self.scale.sum()
 
 
-def made(mode: str, seed: int, offload: dict[str, Any], aio: dict[str, Any], **more: Any) -> Any:
+def made(mode: str, seed: int, offload: dict[str, Any], aio: dict[str, Any], order: str = "auto", **more: Any) -> Any:
     """An engine of the model; `seed` None: on meta."""
     torch.manual_seed(seed)
+    zero: dict[str, Any] = {"stage": 2, "offload_optimizer": offload}
+    tiers: dict[str, Any] = {}
+    if mode.startswith("blocks") and (path := offload.get("nvme_path")):
+        tier = {"device": "nvme", "nvme_path": path, "buffer_count": 2}
+        zero |= {"stage": 3, "offload_param": tier}
+        tiers = {"offload_gradients": tier, "micro_batch_order": order}
     section = {
-        "zero_optimization": {"stage": 2, "offload_optimizer": offload},
+        "zero_optimization": zero,
+        **tiers,
         "aio": aio,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
         **MODES[mode],
     }
-    if not more:
-        return initialize(Model(), section)
-    with torch.device("meta"):
+    with torch.device("meta" if more else "cpu"):
         model = Model()
-    return initialize(model, section, **more)
+    return initialize(model, section, blocks=("first", "second") if tiers else None, **more)
+
+
+def batches_of(engine: Any, step: int) -> torch.Tensor:
+    return torch.randn(engine.gradient_accumulation_steps, 3, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(engine: Any, values: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = engine(values).float().square().mean()
+    return loss
 
 
 def train(engine: Any, step: int) -> None:
-    values = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
-    engine.backward(engine(values).float().square().mean())
-    engine.step()
+    for values in batches_of(engine, step):
+        engine.backward(loss_of(engine, values))
+        engine.step()
 
 
 class Training:
@@ -110,7 +133,8 @@ class CheckpointSubject(Subject):
 
     @staticmethod
     def draw_options(draw: random.Random) -> dict[str, Any]:
-        return {**aio_options(draw), "mode": draw.choice(sorted(MODES)), "patience": draw.randint(0, 4)}
+        options = {**aio_options(draw), "mode": draw.choice(sorted(MODES)), "patience": draw.randint(0, 4)}
+        return options | {"order": draw.choice(("vertical", "vertical", "horizontal"))}
 
     def __init__(self, player: Player) -> None:
         super().__init__(player)
@@ -128,6 +152,14 @@ class CheckpointSubject(Subject):
         self.engine = self._engine(0)
 
     @property
+    def in_blocks(self) -> bool:
+        return self.options["mode"].startswith("blocks")
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return "overlap_step" in MODES[self.options["mode"]]
+
+    @property
     def root(self) -> Path:
         return self.disk / "runs" / "one"
 
@@ -136,22 +168,40 @@ class CheckpointSubject(Subject):
         return self.disk / "weights"
 
     def do_step(self, draw: random.Random, strike: Strike | None) -> None:
-        values = torch.randn(3, 8, generator=torch.Generator().manual_seed(self.position))
-        while self._backward(values) is not None:
-            continue
-        self._struck(strike, lambda: self.attempt(self.engine.step))
+        in_passes = self.in_blocks and draw.random() < 0.6
         try:
-            self._persist(lambda: self.engine.step() if self.engine.global_steps == self.position else None)
+            self._struck(strike if in_passes else None, lambda: self.attempt(self._go_through_blocks))
+            self._struck(None if in_passes else strike, lambda: self.attempt(self._step))
+            self._persist(self._step)
         except StateError:
-            assert strike is not None
-            assert strike.kind.startswith("raise"), "Ctrl-C is held back where a step could not be finished"
+            assert self.updates_in_backward or (strike is not None and strike.kind.startswith("raise")), (
+                "Ctrl-C is held back where a step could not be finished"
+            )
+            self._go_back()
+            return
+        except AttributeError as error:
+            if "'FSDPParam' object has no" not in str(error):
+                raise
+            self._close()  # what FSDP2 does in its first forward was cut short
+            self.engine = self._engine(0)
             self._go_back()
             return
         self.position += 1
         assert self.engine.lr_scheduler.last_epoch == self.position, "the schedule is not where the steps are"
 
-    def _backward(self, values: torch.Tensor) -> BaseException | None:
-        return self._patient(lambda: self.engine.backward(self.engine(values).float().square().mean()))
+    def _go_through_blocks(self) -> None:
+        if self.in_blocks and self.engine.global_steps == self.position and not self.engine.micro_steps:
+            engine = self.engine
+            engine.accumulate(lambda values: loss_of(engine, values), batches_of(engine, self.position))
+
+    def _step(self) -> None:
+        """Go through what is left of the step, if anything is."""
+        self._go_through_blocks()
+        if self.engine.global_steps > self.position:
+            return
+        if not self.in_blocks and not self.engine._accumulation.has_backward:
+            self.engine.backward(loss_of(self.engine, batches_of(self.engine, self.position)[0]))
+        self.engine.step()
 
     def do_save(self, draw: random.Random, strike: Strike | None) -> None:
         tag = draw.choice(TAGS)
@@ -162,7 +212,8 @@ class CheckpointSubject(Subject):
         if cut is not None:
             self._look(name)
         elif error is not None:
-            assert self._names() == before - LEFTOVERS, f"a save that failed left {self._names()}"
+            # It leaves what was left before where it ended with an error from behind a step.
+            assert self._names() in (before, before - LEFTOVERS), f"a save that failed left {self._names()}"
         else:
             self.saved[name], self.latest = self.position, name
 
@@ -275,10 +326,12 @@ class CheckpointSubject(Subject):
     def _engine(self, seed: int, **more: Any) -> Any:
         """A new process, as far as memory goes."""
         offload = {"device": "nvme", "nvme_path": str(self.swap), "staging_budget": "4MiB", "buffer_count": 2}
-        return self._persist(lambda: made(self.options["mode"], seed, offload, self.aio, **more))
+        order = self.options["order"]
+        return self._persist(lambda: made(self.options["mode"], seed, offload, self.aio, order, **more))
 
     def _close(self) -> None:
-        self.engine.close()
+        if self.attempt(self.engine.close)[1] is not None:  # of updates behind a step
+            self.engine.close()
         self.engine = None
         gc.collect()
 
