@@ -202,9 +202,9 @@ class OffloadOptimizerConfig(TierConfig):
     """A `durable` run can go back so many steps with `rewind`, 1..16. Each one beyond the first takes the space of
     the state once more; nothing more is moved."""
 
-    copies: Whole = key(1, "1 or 2", "", "copies", ge=1, le=2)
-    """With 2 a `durable` run is on two drives: each half of the folders of `nvme_path` has all of it, and a lost drive
-    does not lose the run. The halves must be on different devices. Twice the space, twice the bytes written."""
+    copies: Whole = key(1, "1..2", "", "copies", ge=1, le=2)
+    """1..2. With 2 a `durable` run is on two drives: each half of the folders of `nvme_path` has all of it, and a lost
+    drive does not lose the run. The halves must be on different devices. Twice the space, twice the bytes written."""
 
     wear_limit: WearLimit = key(None, 'bytes a day, as "1TB/day"', "", "bytes/day")
     """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a

@@ -25,8 +25,12 @@ class WholeParams:
         self._dtype = dtype
 
     def through(self, index: int, part: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Apply `function` to a copy of the whole tensor of which `part` is a shard; return this rank's shard of it."""
-        self._join_until(index)
+        """Apply `function` to a copy of the whole tensor of which `part` is a shard; return this rank's shard of it.
+
+        What was cut short is asked for once more, also behind the end of the gather.
+        """
+        if index in self._pending:
+            self._join_until(index)
         leaf = self._leaves[index]
         if isinstance(leaf, DTensor):
             result = function(self._gathered(leaf, part))
@@ -35,7 +39,8 @@ class WholeParams:
             result = result.to(part.device)
         else:
             result = function(part.to(self._dtype, copy=True))
-        self._pending.popleft()  # last: what a device refuses memory for is done once more
+        if self._pending and self._pending[0] == index:
+            self._pending.popleft()  # last: what a device refuses memory for is done once more
         return result
 
     def finish(self) -> None:

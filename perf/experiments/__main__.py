@@ -20,10 +20,7 @@ _ABOUT = {
     ),
     "durable": ("Measure what durable steps and checkpoints cost.", "steps --path /mnt/nvme0"),
     "hidden-step": ("Measure how much of a step each schedule hides.", "drive --path /mnt/nvme0"),
-    "micro-batches": (
-        "Measure a step with parameters, gradients and state on NVMe, block by block and one by one.",
-        "bytes --path /mnt/nvme0",
-    ),
+    "micro-batches": ("Measure the orders of micro-batches with everything on NVMe.", "bytes --path /mnt/nvme0"),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
         "--path /mnt/nvme0 --memory-only",

@@ -79,7 +79,7 @@ def main(root, num_kills, seed, *kinds):
     expected = train_optimizer(path, None, lambda *_: None)
     others = [Bystander(path, name, how, expected) for name, how in BESIDE.items()]
     try:
-        killed = {kind: kill(path, kind, num_kills, seed) for kind in kinds}
+        killed = {kind: kill(path, kind, num_kills, seed, None) for kind in kinds}
     except BaseException:
         traceback.print_exc()
         raise

@@ -370,7 +370,7 @@ def test_a_checkpoint_of_an_earlier_version_is_replaced(engine, tmp_path):
 
 
 def test_a_tier_that_fails_while_saving_leaves_nothing(engine, saved, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **more):
         raise SwapIOError(5, path="swap", offset=0, size_bytes=1, direction="read")
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,8 @@ LAYERS = 4
 
 
 def budgeted(path, budget, **tiers):
-    return {**section(path, **{**EVERYTHING, **tiers}), "host_budget": budget}
+    """A loop goes over the micro-batches one by one, and "auto" does not know of it."""
+    return {**section(path, **{**EVERYTHING, **tiers}), "host_budget": budget, "micro_batch_order": "horizontal"}
 
 
 def plan_of(path, **model):

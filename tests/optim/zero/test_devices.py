@@ -1,6 +1,7 @@
 """Where a model is trained, and what of FSDP2's own offloading goes with it."""
 
 import json
+import os
 import tempfile
 
 import pytest
@@ -261,31 +262,39 @@ def test_a_context_on_another_device_is_found(late, mistake):
     assert late.contexts != {1} or late.pinned_on != [1]
 
 
-def test_a_graph_that_is_captured_holds_no_call_of_ours_and_trying_costs_nothing(late):
-    """Whoever reads parameters behind a step comes to the waits for copies without the engine."""
-
-    def refused(call):
-        late.is_capturing = True
-        with pytest.raises(RuntimeError, match="captures a CUDA graph"):
-            call()
-        late.is_capturing = False
-
+def _tried_in_a_captured_graph(rank, world_size):
+    """Weights on the stand-in and on the CPU; whoever reads parameters behind a step comes to waits for copies, too."""
+    os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")  # each engine makes a group of its own device
     trained = []
-    for device, tried in (("late", refused), ("cpu", lambda call: None)):
-        torch.manual_seed(0)
-        x = torch.ones(2, 16).to(device)
-        with initialize(model_on("cpu").to(device), {**CONFIG, "overlap_step": "forward"}) as engine:
-            weight = next(iter(engine.module.parameters()))
-            for _ in range(2):
-                tried(lambda: engine(x))  # noqa: B023
-                loss = engine(x).float().square().mean()
-                tried(lambda: engine.backward(loss))  # noqa: B023
-                engine.backward(loss)
-                tried(engine.step)
-                engine.step()
-                tried(lambda: get_full_param(weight))  # noqa: B023
-            trained.append([get_full_param(parameter) for parameter in engine.module.parameters()])
-        dist.destroy_process_group()
+    with late_device() as late:
+
+        def refused(call):
+            late.is_capturing = True
+            with pytest.raises(RuntimeError, match="captures a CUDA graph"):
+                call()
+            late.is_capturing = False
+
+        for device, tried in (("late", refused), ("cpu", lambda call: None)):
+            dist.destroy_process_group()
+            torch.manual_seed(0)
+            x = torch.ones(2, 16).to(device)
+            with initialize(model_on("cpu").to(device), {**CONFIG, "overlap_step": "forward"}) as engine:
+                weight = next(iter(engine.module.parameters()))
+                for _ in range(2):
+                    tried(lambda: engine(x))  # noqa: B023
+                    loss = engine(x).float().square().mean()
+                    tried(lambda: engine.backward(loss))  # noqa: B023
+                    engine.backward(loss)
+                    tried(engine.step)
+                    engine.step()
+                    tried(lambda: get_full_param(weight))  # noqa: B023
+                trained.append([get_full_param(parameter) for parameter in engine.module.parameters()])
+    return trained
+
+
+def test_a_graph_that_is_captured_holds_no_call_of_ours_and_trying_costs_nothing():
+    """In a process of its own: autograd knows only devices that are there at its first backward."""
+    [trained] = run_ranks(_tried_in_a_captured_graph, 1)
     assert_same_bits(*trained)
 
 
