@@ -48,7 +48,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "everything": {"params": 4, "grads": 4},
     "everything, 2 buffers": {"state": {"buffer_count": 2}, "params": 2, "grads": 2},
 }
-"""What differs from the state on NVMe with all that is left as its budget; `share` is the share of that."""
+"""Changes to the section with state on NVMe; its budget is what is left, of which `share` is a share."""
 
 
 def by_hand(path: Path, memory: int) -> Iterator[tuple[str, dict[str, Any]]]:

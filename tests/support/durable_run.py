@@ -189,7 +189,7 @@ def read_past_the_tier(run: DurableRun) -> Values:
 
 
 def said_by_runs(*paths: Path) -> str:
-    """What `offload runs` prints of these folders."""
+    """Return what `offload runs` prints of these folders."""
     return CliRunner().invoke(cli.app, ["runs", *map(str, paths)]).output
 
 

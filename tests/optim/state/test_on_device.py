@@ -95,7 +95,7 @@ def test_a_mistake_with_a_mirror_is_found(make_adamw, late, mutation):
 
 @pytest.mark.parametrize("mistake", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_COMMITS)])
 def test_what_is_committed_of_parameters_on_a_device_is_what_they_became(late, tmp_path, mistake, monkeypatch):
-    """Of a rule in torch operators, which leaves the parameters to whoever writes them.
+    """The rule works in torch operators and leaves the parameters to whoever writes them.
 
     In the last step a copy to the device finds no memory, and what is changed so far is written before it is made.
     """

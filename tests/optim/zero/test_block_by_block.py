@@ -101,7 +101,7 @@ FEW_STEPS = [
 
 
 def of_ten_steps():
-    """What differs from bf16, three micro-batches, tied ends and everything on NVMe, clipped."""
+    """Each case changes this: bf16, three micro-batches, tied ends, everything on NVMe, clipped."""
     places = itertools.cycle([(True, EVERYTHING), (False, IN_MEMORY), (False, EVERYTHING)])
     for precision, count in itertools.product(PRECISIONS, (1, 2, 3, 8)):
         yield dict(zip(("precision", "count", "tied", "tiers"), (precision, count, *next(places)), strict=True))

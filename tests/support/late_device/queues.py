@@ -147,7 +147,7 @@ class Late:
         return bool(self.users_of(*extent_of(tensor)))
 
     def users_of(self, start: int, stop: int) -> list[Work]:
-        """What is queued and reads or writes memory between two addresses."""
+        """Return the queued work that reads or writes memory between two addresses."""
         return [
             work
             for work in [*self.pending]  # at once: a finalizer may queue more

@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "blocks, updated in backward": BLOCKS
     | {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
 }
-"""What their sections say besides; where they are in blocks, parameters and gradients are on NVMe, too."""
+"""Their sections say this besides; where they are in blocks, parameters and gradients are on NVMe, too."""
 MOST_STEPS = 6
 SHARD_BYTES = 300  # of an exported file: several for the model
 
