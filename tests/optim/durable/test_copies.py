@@ -271,7 +271,7 @@ def test_what_cannot_have_copies_is_refused(drive, other, lost):
         "nvme_path has 1; name those of one copy and then those of the other": {"nvme_path": str(drive)},
         "nvme_path has 3; name those of one copy": {"nvme_path": [str(drive), str(other), str(drive / "b")]},
         "are on one device, and copies": {"nvme_path": [str(drive), str(drive.parent)]},
-        "1 or 2": {"copies": 3},
+        "should be less than or equal to 2; write 1..2": {"copies": 3},
     }
     for words, wrong in cases.items():
         made = durable_section(drive, "run", other=other)
