@@ -93,6 +93,11 @@ def ranks_on_host() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
+def num_processors_of_rank() -> int:
+    """Return this rank's share of the processors that it may use."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_on_host())
+
+
 def auto_host_budget() -> int:
     """Return the host memory for one rank: its share of what is available now, less the reserve."""
     return auto_budget(available_bytes(), ranks_on_host())

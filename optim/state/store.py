@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
-from nvme_offload.offload.devices.numa import num_processors_of_rank
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
-from nvme_offload.offload.host.available_memory import auto_host_budget, ranks_on_host
+from nvme_offload.offload.host.available_memory import auto_host_budget, num_processors_of_rank
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.progress import tracked
@@ -405,7 +404,7 @@ class StateStore(StepState):
 def num_threads_of_rank() -> int:
     """Return as many as torch uses; under torchrun, which sets that to 1, this rank's share of the CPUs."""
     if "LOCAL_WORLD_SIZE" in os.environ:
-        return max(torch.get_num_threads(), num_processors_of_rank(ranks_on_host()))
+        return max(torch.get_num_threads(), num_processors_of_rank())
     return torch.get_num_threads()
 
 

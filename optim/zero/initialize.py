@@ -23,8 +23,6 @@ from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
-from nvme_offload.offload.devices.numa import stay_near
-from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
@@ -185,7 +183,8 @@ class _Making:
 
     def _plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         """Look whether all of it goes together on this mesh."""
-        _prepare_process(self.model, self.device_type)
+        if is_device(self.device_type):  # after the mesh, with which a rank gets its device
+            _check_is_on(self.model, current_of(self.device_type))
         check_not_sharded(self.model, roles)
         self.config = self.config.completed_for(roles.num_data_parallel_ranks)
         checks = self._checks(roles, stages)
@@ -262,14 +261,6 @@ def _section(config: Any, model: Any, more: Mapping[str, Any]) -> Any:
 
 def _if_read(given: Any) -> OffloadConfig | None:
     return given if isinstance(given, OffloadConfig) else None
-
-
-def _prepare_process(model: nn.Module, device_type: str) -> None:
-    """Be near the device, before anything starts a thread or takes memory."""
-    if is_device(device_type):  # after the mesh, with which a rank gets its device
-        device = current_of(device_type)
-        _check_is_on(model, device)
-        stay_near(device, ranks_on_host())
 
 
 def _check_is_on(model: nn.Module, current: torch.device) -> None:

@@ -206,6 +206,13 @@ def test_auto_is_this_ranks_share_of_what_is_left(tmp_path, monkeypatch):
     assert format_bytes(budget_of(40 * GiB)) == "7.5 GiB"
 
 
+@pytest.mark.parametrize(("num_ranks", "share"), [(2, 4), (4, 2), (16, 1)])
+def test_a_rank_works_with_its_share_of_the_processors(num_ranks, share, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert available_memory.num_processors_of_rank() == share
+
+
 LEFT = 128 * MiB
 WIDTH, LAYERS = 256, 4
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)

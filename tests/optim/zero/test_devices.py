@@ -298,16 +298,6 @@ def test_a_graph_that_is_captured_holds_no_call_of_ours_and_trying_costs_nothing
     assert_same_bits(*trained)
 
 
-def test_a_rank_keeps_near_its_device_and_on_the_cpu_where_it_is(late, monkeypatch):
-    kept = []
-    monkeypatch.setattr("nvme_offload.optim.zero.initialize.stay_near", lambda *given: kept.append(given))
-    initialize(model_on("cpu"), CONFIG).close()
-    assert kept == []
-    dist.destroy_process_group()
-    initialize(model_on("cpu").to("late"), CONFIG).close()
-    assert kept == [(torch.device("late", 0), 1)]
-
-
 def test_ranks_with_a_device_can_gather_in_host_memory_too(late):
     """State of parameters on a device is there: a group of NCCL alone could not gather it."""
     default_mesh("late")
