@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell that starts the suite in the background has it ignore Ctrl-C, and children inherit that. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_GATE, _TURN = (Path(__file__).with_name(name).open("rb") for name in ("__init__.py", "conftest.py"))
+_GATE, _TURN = (os.open(Path(__file__).with_name(name), os.O_RDONLY) for name in ("__init__.py", "conftest.py"))
 """Files to lock, so that workers take turns. Who waits for a turn holds the gate: nobody overtakes."""
 
 
@@ -68,6 +68,30 @@ def _is_worker(config: pytest.Config) -> bool:
 def _needs_quiet(item: pytest.Item) -> bool:
     """Slow tests do, too: they are large."""
     return any(item.get_closest_marker(name) is not None for name in ("quiet", "slow"))
+
+
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """``once(name, make)``: what `make(folder)` returns and leaves in its folder, made once for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if _is_worker(request.config) else own
+
+    def made(name: str, make: Callable[[Path], Any]) -> Any:
+        import torch  # not before OMP_WAIT_POLICY is set
+
+        folder = shared / f"once-{name}"
+        folder.mkdir(exist_ok=True)
+        written = folder / "made"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not written.exists():
+                (folder / "kept").mkdir()
+                result = make(folder / "kept")
+                torch.save(result, folder / "part")
+                (folder / "part").rename(written)
+        return torch.load(written, weights_only=False)
+
+    return made
 
 
 @pytest.fixture

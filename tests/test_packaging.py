@@ -35,13 +35,13 @@ def build(kind, source, target, scratch):
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory):
-    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("scratch"))
+def sdist(once, tmp_path_factory):
+    return once("sdist", lambda folder: build("sdist", ROOT, folder, tmp_path_factory.mktemp("scratch")))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("scratch"))
+def wheel(once, tmp_path_factory):
+    return once("wheel", lambda folder: build("wheel", ROOT, folder, tmp_path_factory.mktemp("scratch")))
 
 
 def tracked(*folders):

@@ -29,11 +29,13 @@ def build(target, config=ROOT / "mkdocs.yml"):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    target = tmp_path_factory.mktemp("site")
-    done = build(target)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return target
+def site(once):
+    def built(target):
+        done = build(target)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return target
+
+    return once("site", built)
 
 
 INHERITED = ("OffloadEngine.save_checkpoint", "OffloadEngine.resume", "OffloadOptimizer.rewind")

@@ -9,9 +9,9 @@ from tests.support.interrupts import STRIKES, Struck, every, raise_struck, sigin
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
-from tests.support.training import MILLION, assert_same_bits, assert_same_training, param, params_of, section, set_grads
+from tests.support.training import assert_same_bits, assert_same_training, param, params_of, section, set_grads
 
-SHAPES = [(64, 192), (192, 64), (251, 257), (300, 300), (1, 5), (7, 1)]
+SHAPES = [(64, 192), (192, 64), (131, 137), (150, 150), (1, 5), (7, 1)]
 SETTINGS = {"lr": 2e-2, "weight_decay": 0.1, "momentum": 0.9}
 VARIANTS = [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.0}, {"ns_steps": 3}]
 
@@ -26,7 +26,7 @@ def test_one_rank_has_torchs_bits(changes, dtype, drive):
     with OffloadMuon(params, **settings, offload=section(drive, buffers=2)) as ours:
         ours.place()
         assert ours.stats().num_subgroups == len(SHAPES), "no matrix is cut, none shares a subgroup"
-        for step in range(20):
+        for step in range(6):
             set_grads(params, step)
             for p, master in zip(params, masters, strict=True):
                 master.grad = p.grad.float()
@@ -108,12 +108,11 @@ def test_a_matrix_larger_than_a_staging_buffer_is_named(drive):
 
 
 def test_six_bytes_each_way(drive):
-    p = param((2000, 1000))
-    with OffloadMuon([p, param((1000, 2000), seed=1)], offload=section(drive, buffers=2)) as optimizer:
+    with OffloadMuon([param((800, 500)), param((500, 800), seed=1)], offload=section(drive, buffers=2)) as optimizer:
         set_grads(optimizer.param_groups[0]["params"], 0)
         optimizer.step()
         optimizer.synchronize()
-        assert optimizer.stats().bytes_written == pytest.approx(6 * 4 * MILLION, rel=0.01)
+        assert optimizer.stats().bytes_written == pytest.approx(6 * 800_000, rel=0.01)
 
 
 def train_beside_torch(rank, world_size, path):

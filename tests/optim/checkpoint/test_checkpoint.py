@@ -108,12 +108,17 @@ def load_and_look(rank, world_size, root, drive):
 
 
 @pytest.fixture(scope="module")
-def saved_at_2(tmp_path_factory):
+def saved_at_2(once, tmp_path_factory):
     """A folder of checkpoints saved by two ranks, a folder for tiers, and what was saved."""
-    root, drive = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("drive")
-    saved, _ = run_ranks(save_and_resume, 2, root, drive)
-    assert not list(drive.iterdir())
-    return root, drive, saved
+    drive = tmp_path_factory.mktemp("drive")
+
+    def saved(root):
+        found, _ = run_ranks(save_and_resume, 2, root, drive)
+        assert not list(drive.iterdir())
+        return root, found
+
+    root, found = once("checkpoints", saved)
+    return root, drive, found
 
 
 def compare(seen, saved):

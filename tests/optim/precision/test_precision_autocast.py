@@ -117,8 +117,8 @@ def train_plainly(dtype, switches_off, world_size, make=fresh_model):
 
 
 @pytest.fixture(scope="module")
-def of_ranks():
-    return run_ranks(train_all, 2)
+def of_ranks(once):
+    return once("autocast", lambda _: run_ranks(train_all, 2))
 
 
 @pytest.mark.parametrize(("dtype", "switches_off"), CASES)

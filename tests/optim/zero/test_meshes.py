@@ -253,10 +253,13 @@ def every_case(rank, world_size, path):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("drive")
-    yield run_ranks(every_case, 4, path)
-    assert not list(path.iterdir())
+def ranks(once):
+    def trained(path):
+        results = run_ranks(every_case, 4, path)
+        assert not list(path.iterdir())
+        return results
+
+    return once("meshes", trained)
 
 
 def assert_close(ours, theirs, tolerance):

@@ -217,11 +217,15 @@ def every_case(rank, world_size, path):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pipeline") / "drive"  # a worker may come here twice: checkpoints go beside it
-    path.mkdir()
-    yield run_ranks(every_case, 4, path)
-    assert not list(path.iterdir())
+def ranks(once):
+    def trained(folder):
+        path = folder / "drive"  # checkpoints go beside it
+        path.mkdir()
+        results = run_ranks(every_case, 4, path)
+        assert not list(path.iterdir())
+        return results
+
+    return once("pipeline", trained)
 
 
 @pytest.mark.parametrize(("mode", "schedule"), [*CASES, ("tp", "1F1B")])

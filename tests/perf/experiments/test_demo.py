@@ -31,14 +31,17 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(once):
     """Output, directory and document of one demo that ran to its end."""
-    out = tmp_path_factory.mktemp("demo")
-    done = subprocess.run(
-        [*COMMAND, "--steps", str(STEPS - 1), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr, out, document_in(out)
+
+    def run(out):
+        done = subprocess.run(
+            [*COMMAND, "--steps", str(STEPS - 1), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr, out, document_in(out)
+
+    return once("demo", run)
 
 
 def document_in(out):
