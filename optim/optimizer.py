@@ -54,14 +54,14 @@ class OffloadOptimizer(Optimizer):
                 super().__init__(params, {"lr": lr}, offload, norm_group)
 
     The state gets its place in the first step or load, or by `place`. Until then the parameters are those that the
-    groups hold: who shards the model later may put its shards there.
+    groups hold: code that shards the model later may put its shards there.
 
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
         defaults: hyperparameters by name, for groups that do not have their own.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file, or a folder on a
-            drive: ``"offload": "auto"`` there. Of keys that only `initialize` honours one `ConfigWarning` tells.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+            drive: ``"offload": "auto"`` there. One `ConfigWarning` names keys that only `initialize` honours.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
         torch_arguments: what else the subclass was given. ``fused`` and ``foreach`` change nothing; what the rule
             refuses must be false.
 
@@ -168,14 +168,14 @@ class OffloadOptimizer(Optimizer):
             raise
 
     def place(self) -> None:
-        """Give the state its place, with all of its space promised, instead of in the first step.
+        """Give the state its place now, not in the first step, and reserve all of its space.
 
-        From then on the parameters are those that they are: they cannot be exchanged any more.
+        After that the parameters cannot be exchanged any more.
 
         Raises:
             OutOfSpaceError: the paths cannot hold it; names bytes needed and free.
             ConfigError: the host budget does not hold what must be in host memory.
-            SwapIOError: what goes to a tier at once could not be written.
+            SwapIOError: state that goes to a tier at once could not be written.
             ValueError: a parameter that was put into the groups cannot be used; names it.
         """
         with self.store.at_rest():
@@ -287,15 +287,14 @@ class OffloadOptimizer(Optimizer):
     def expect_step(self, after_next_backward: bool, *, by_turns: bool = False) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
 
-        It matters with ``overlap_step`` ``"backward"`` and ``"speculate"`` alone, and the engine does it. In a loop
-        without one every backward is taken for the last, where ``gradient_accumulation_steps`` of the section is 1 or
-        left out, or none. Of a durable run on several ranks none is: there every rank calls this before the last
-        backward of each step, and they agree in it that the step before lasts on all of them.
+        Only ``overlap_step`` ``"backward"`` and ``"speculate"`` need it, and the engine calls it. In a loop without an
+        engine every backward counts as the last one if ``gradient_accumulation_steps`` of the section is 1 or left
+        out; else none does. In a durable run on several ranks none does: every rank calls this before the last
+        backward of each step. In it the ranks agree that the step before is safe on all of them.
 
         Args:
             after_next_backward: whether `step` follows.
-            by_turns: backward goes block by block, and `catch_up` is called after each block: what passes through
-                staging buffers is updated in there.
+            by_turns: backward goes block by block, and `catch_up` is called after each block.
 
         Raises:
             SwapIOError, CorruptionError, StateError: what stopped the updates of the step before.
@@ -314,15 +313,14 @@ class OffloadOptimizer(Optimizer):
     def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
         """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.
 
-        From then on `step` may return before they are updated. Every forward waits for what it uses, and so does
-        whoever reads or sets a parameter in another way (``p.data``, ``copy.deepcopy``, an average of weights): until
-        its update is done a parameter is of a subclass of ``nn.Parameter`` that waits. What looks at the memory itself
-        cannot wait: call `synchronize` before a view, a detached alias or a NumPy array of before the step is used, and
-        before a parameter itself is handed to C++ code, or to ``grad``, ``vjp`` or ``functionalize`` of ``torch.func``.
+        From then on `step` may return before they are updated. Every forward waits for the parameters that it uses. So
+        does other code that reads or sets one (``p.data``, ``copy.deepcopy``, an average of weights): until its update
+        is done, a parameter has a subclass of ``nn.Parameter`` that waits. Code that reads memory directly cannot wait.
+        So call `synchronize` before you use a view, a detached alias or a NumPy array from before the step, and before
+        you hand a parameter to C++ code, or to ``grad``, ``vjp`` or ``functionalize`` of ``torch.func``.
 
-        Not with ``overlap_step = "off"``, and not for what is updated inside `step` in any case: parameters on a CUDA
-        device, those of a class of their own, whole ones of a rule, and shards of FSDP, which are gathered before the
-        forward that uses them.
+        It does nothing with ``overlap_step = "off"``, nor for parameters that are updated inside `step` in any case:
+        those on a CUDA device, those of a class of their own, whole ones of a rule, and shards of FSDP.
 
         Args:
             model: any module with some of the parameters. Call this before ``torch.compile``; calling it once more
@@ -404,7 +402,7 @@ class OffloadOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the updates, writes and reads that still run behind the latest step.
 
-        After it parameters are as that step leaves them, whoever reads them in whatever way.
+        After it every reader finds the parameters as that step leaves them.
 
         Raises:
             SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
@@ -496,8 +494,8 @@ class OffloadOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
 
-        Where it holds ``master``, parameters get its rounded value; where it does not, masters start from the
-        parameters as they are, split ones with all of their parts. What it does not hold starts afresh, as in torch.
+        If it holds ``master``, parameters get its rounded value. If not, masters start from the parameters as they
+        are, with all parts of split ones. State that it does not hold starts afresh, as in torch.
 
         Raises:
             ValueError: it does not fit; names what. Nothing was changed.
@@ -600,17 +598,14 @@ class OffloadOptimizer(Optimizer):
     def timeline(self) -> list[Span]:
         """Return what the latest iteration did and when, and what has followed it; by time.
 
-        It begins where the step before ended, with what still ran behind that, and has in it what the latest step has
-        left to do as far as that is done: `synchronize` first to have all of it. Forward and backward are in it where
-        a training engine does them, or whoever says so with `passing`.
+        It begins with the end of the step before. Work that the latest step left to do is in it as far as it is done:
+        call `synchronize` first to have all of it. Forward and backward are in it if a training engine runs them, or
+        if your loop marks them with `passing`.
         """
         return self._meter.timeline()
 
     def begin_iteration(self) -> None:
-        """Say that what was since the latest step, an evaluation or a pause, is no part of the next iteration.
-
-        Only `timeline` and ``stats().iteration`` are concerned.
-        """
+        """Leave the time since the latest step (an evaluation, a pause) out of `timeline` and ``stats().iteration``."""
         self._meter.begin_iteration(self._moved())
 
     def passing(self, kind: Literal["forward", "backward"]) -> AbstractContextManager[None]:

@@ -51,19 +51,19 @@ class ActivationSwapper:
                 loss.backward()
 
     Several forwards before a backward, graphs that are retained or never used, gradients of gradients, checkpoints
-    inside the model, autocast, FSDP2 and compiled blocks are as they are without it.
+    inside the model, autocast, FSDP2 and compiled blocks work as without it.
 
     Args:
         config: an `OffloadConfig`, a dict or a file; its sections `activations` and `aio` are used.
-        model: whose parameters and buffers stay where they are, and whose blocks are checkpointed where
-            ``activations.keep`` is not ``all``. Make the swapper when it is compiled and sharded.
-        blocks: of the model, to checkpoint; by default its repeated layers.
+        model: its parameters and buffers stay where they are, and its blocks are checkpointed unless
+            ``activations.keep`` is ``all``. Compile and shard it before you make the swapper.
+        blocks: blocks of the model to checkpoint; by default its repeated layers.
         faults: failures to inject, for tests.
 
     Raises:
         ConfigError: the configuration is wrong, or ``activations.device`` is ``none``.
         ValueError: blocks are wanted, and the model has none, or is compiled as a whole.
-        SwapIOError, EngineUnavailable: as of `TensorSwapper`.
+        SwapIOError, EngineUnavailable: see `TensorSwapper`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ActivationSwapper:
     def attach(self) -> ActivationSwapper:
         """Run every forward of the model in `saving` from now on, until `close`: for loops that are not yours.
 
-        What a loss outside of the model saves stays in memory; backward wants it first.
+        Tensors that a loss outside of the model saves stay in memory: backward uses them first.
         """
         undo = [self._undo, replace_calls([self._model], self._call_saving)]
         self._undo = lambda: [each() for each in undo]
@@ -124,7 +124,7 @@ class ActivationSwapper:
         return kept if isinstance(kept, KeptTensor) else InPlace(tensor)
 
     def announce(self, handles: Iterable[Handle]) -> None:
-        """Say in which order handles are taken next, where that is not the reverse of the order of `keep`."""
+        """Say in which order handles are taken next, if it is not the reverse of the order of `keep`."""
         self._store.announce(handles)
 
     def stats(self) -> ActivationStats:
@@ -134,7 +134,7 @@ class ActivationSwapper:
     def close(self) -> None:
         """Leave the model as it was, delete the files and free the memory. Idempotent.
 
-        A graph that is still alive cannot be used any more, as far as it is on the drive.
+        A graph that has tensors on the drive cannot be used any more.
         """
         self._undo()
         self._store.close()

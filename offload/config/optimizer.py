@@ -105,7 +105,7 @@ class OptimizerParams(Hyperparameters):
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
 
     bias_correction: bool | None = key(None, "true or false", "same", shown=_OF_TYPE)
-    """Divide the moments by what they lack of a full average; `false` is BERT's first Adam. AdamW and Adam."""
+    """Correct the moments for their start at zero; BERT's first Adam does not (`false`). AdamW and Adam."""
 
     IGNORED: ClassVar = {"torch_adam": "the update is always this package's own kernel, and its result is torch's"}
     ONLY: ClassVar = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 from nvme_offload.aio_native import Failure, Operation
 from nvme_offload.aio_native.bell import Bell
@@ -23,8 +23,8 @@ class Transfer(Generic[T]):
     Args:
         operation: what the engine is doing.
         to_error: makes the exception for a failure.
-        result: what ``wait`` returns; it is also what keeps memory alive that the operation uses.
-        again: begins an operation that failed once more; None where that is of no use. Asked by who waits.
+        result: what ``wait`` returns; it also keeps the memory alive that the operation uses.
+        again: begins a failed operation once more; None if that is of no use. ``wait`` calls it.
     """
 
     def __init__(
@@ -40,10 +40,16 @@ class Transfer(Generic[T]):
         self._result = result
         self._again = again
 
+    def _refuse(self, other: object) -> NoReturn:
+        raise TypeError("a Transfer is no tensor: call wait() on it, or await it, and compute with what that returns")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __getitem__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
+
     def done(self) -> bool:
         """Whether all of the transfer has completed, well or not.
 
-        One whose engine or drive failed is done; whoever waits for it then waits until it was done once more elsewhere.
+        It is done, too, if its engine or drive failed; ``wait`` then waits until another one has repeated it.
         """
         return self.operation.done()
 

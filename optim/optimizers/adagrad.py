@@ -21,12 +21,12 @@ class OffloadAdagrad(OffloadOptimizer):
         lr: learning rate.
         lr_decay: the learning rate is divided by 1 + (step - 1) * lr_decay.
         weight_decay: factor of an L2 penalty, which is added to the gradient.
-        initial_accumulator_value: what ``sum`` begins with; of a group, it stays what it was when the group was added.
+        initial_accumulator_value: what ``sum`` begins with; a group keeps the value with which it was added.
         eps: added to the denominator.
         maximize: ascend instead of descend.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
         torch_arguments: what else ``torch.optim.Adagrad`` takes. ``fused`` and ``foreach`` change nothing;
             ``differentiable`` must be false.
     """

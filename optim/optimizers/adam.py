@@ -24,12 +24,12 @@ class OffloadAdam(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: factor of the L2 penalty.
         maximize: ascend instead of descend.
-        state_dtype: dtype of the moments, "fp32" or "bf16": with "bf16" 6 bytes per bf16 parameter instead of 10, and
-            another optimizer, see docs/precision.md.
-        bias_correction: divide the moments by what they lack of a full average; without it as BERT's first Adam.
+        state_dtype: dtype of the moments, "fp32" or "bf16". "bf16" keeps 6 bytes per bf16 parameter, not 10, and makes
+            it a different optimizer: see docs/precision.md.
+        bias_correction: correct the moments for their start at zero; BERT's first Adam does not.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
         torch_arguments: what else ``torch.optim.Adam`` takes. ``fused`` and ``foreach`` change nothing; ``amsgrad``,
             ``capturable``, ``differentiable`` and ``decoupled_weight_decay`` must be false.
     """

@@ -27,8 +27,7 @@ class OffloadAdamW(OffloadOptimizer):
     schedulers, parameter groups and ``state_dict`` work as with any torch optimizer. A step with a gradient that is
     not finite is skipped and counted.
 
-    bf16 parameters are the upper halves of fp32 master weights, fp16 parameters have full fp32 masters, fp32
-    parameters are their own.
+    Master weights are fp32. bf16 parameters are their upper halves, fp16 ones are copies, fp32 ones are masters.
 
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer. bf16, fp16 or fp32, strided,
@@ -38,14 +37,13 @@ class OffloadAdamW(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        state_dtype: dtype of the moments, "fp32" or "bf16": with "bf16" 6 bytes per bf16 parameter instead of 10, and
-            another optimizer, see docs/precision.md.
-        bias_correction: divide the moments by what they lack of a full average; without it as BERT's first Adam.
+        state_dtype: dtype of the moments, "fp32" or "bf16". "bf16" keeps 6 bytes per bf16 parameter, not 10, and makes
+            it a different optimizer: see docs/precision.md.
+        bias_correction: correct the moments for their start at zero; BERT's first Adam does not.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others:
-            the process group of a pipeline's stages. Ranks that share a sharded parameter need no group: it says so
-            itself.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm: the process group of a
+            pipeline's stages. Ranks that share a sharded parameter need no group.
         torch_arguments: what else ``torch.optim.AdamW`` takes. ``fused`` and ``foreach`` change nothing; ``amsgrad``,
             ``capturable`` and ``differentiable`` must be false.
 

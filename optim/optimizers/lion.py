@@ -26,8 +26,8 @@ class OffloadLion(OffloadOptimizer):
         maximize: ascend instead of descend.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
-        torch_arguments: what torch's optimizers take besides. ``fused`` and ``foreach`` change nothing; ``capturable``
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
+        torch_arguments: other arguments of torch's optimizers. ``fused`` and ``foreach`` change nothing; ``capturable``
             and ``differentiable`` must be false.
     """
 

@@ -20,8 +20,8 @@ class OffloadMuon(OffloadOptimizer):
     orthogonalizes the whole.
 
     A parameter group with ``rule = "AdamW"`` has AdamW instead, with its own ``betas``, ``eps``, ``lr`` and
-    ``weight_decay``: for biases and norms, and for embeddings and heads, which are matrices to no purpose. Given plain
-    parameters and no groups, those that are no matrices become such a group.
+    ``weight_decay``: for biases and norms, and for embeddings and heads, whose rows mean one token each. If you
+    pass plain parameters and no groups, parameters that are no matrices become such a group.
 
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
@@ -29,15 +29,15 @@ class OffloadMuon(OffloadOptimizer):
         weight_decay: decoupled weight decay.
         momentum: how much of the buffer is kept.
         nesterov: look ahead along the buffer.
-        ns_coefficients: of the Newton-Schulz iterations.
+        ns_coefficients: coefficients of the Newton-Schulz iterations.
         eps: smallest norm that a matrix is divided by.
         ns_steps: number of iterations.
         adjust_lr_fn: how the learning rate follows the shape of a matrix: None or "original", or "match_rms_adamw".
-        rule: of groups that do not say theirs: "Muon" or "AdamW".
-        betas: of groups with AdamW: decay of the two moments, each in [0, 1).
+        rule: rule of groups that do not name one: "Muon" or "AdamW".
+        betas: decay of the two moments in groups with AdamW, each in [0, 1).
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
 
     Raises:
         ConfigError: the section is wrong, or a staging buffer does not hold the state of a matrix; names it.

@@ -27,7 +27,7 @@ class OffloadSGD(OffloadOptimizer):
         maximize: ascend instead of descend.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
             drive: state that fits into memory stays there, the rest is in the folder.
-        norm_group: further ranks whose gradients belong to the same global norm, although their parameters are others.
+        norm_group: ranks with other parameters whose gradients belong to the same global norm.
         torch_arguments: what else ``torch.optim.SGD`` takes. ``fused`` and ``foreach`` change nothing;
             ``differentiable`` must be false.
     """

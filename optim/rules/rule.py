@@ -46,7 +46,7 @@ class UpdateRule:
                 master.sub_(states[0].sign(), alpha=scalars[0])
 
     An instance is the rule of one kind of parameter group and does not change. A rule with a native `kernel` describes
-    its step in `scalars`; one without is its `update`, in torch operators, and on a device every rule is.
+    its step in `scalars`. A rule without one runs its `update`, in torch operators; so does every rule on a device.
     """
 
     name: str

@@ -252,7 +252,7 @@ class UnbornParts(ShardParts):
 def split_parameters(
     model: nn.Module, accumulation_dtype: torch.dtype | None = None, *, fp32_too: bool = False
 ) -> nn.Module:
-    """Turn FSDP2's fp32 shards into parts, of which only what is gathered stays in memory.
+    """Turn FSDP2's fp32 shards into parts. Only the part that is gathered stays in memory.
 
     Call it after ``fully_shard`` and before the optimizer is made. It changes the parameters that are fp32 and gathered
     in 16 bits (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, or ``torch.float16``), in place; they go on
@@ -262,8 +262,8 @@ def split_parameters(
     Args:
         model: a module after ``fully_shard``; all of its parts are searched.
         accumulation_dtype: bf16, fp16 or fp32; by default what a parameter is gathered in.
-        fp32_too: also those that are gathered in fp32, of which all is stored. ``offload_param`` and
-            ``offload_gradients`` can move only what is in parts, and only that waits for updates behind a step.
+        fp32_too: also shards that are gathered in fp32, which are stored whole. ``offload_param`` and
+            ``offload_gradients`` can move parts alone, and parts alone wait for updates behind a step.
 
     Returns:
         The model.

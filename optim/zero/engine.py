@@ -202,7 +202,7 @@ class OffloadEngine(CheckpointEngine):
         """Within, gradients are added up on each rank without being reduced; the next backward reduces them all.
 
         Raises:
-            RuntimeError: of ZeRO stages 2 and 3, which reduce gradients in every backward.
+            RuntimeError: ZeRO stages 2 and 3 reduce gradients in every backward.
         """
         try:
             with self._accumulation.waiting(self.config.zero_optimization.stage):
@@ -218,7 +218,7 @@ class OffloadEngine(CheckpointEngine):
             set_to_none: must be true; there for the signature of torch's modules.
 
         Raises:
-            RuntimeError: called between two micro-batches of one step, which loops do that mean nothing by it.
+            RuntimeError: called between two micro-batches of one step, whose gradients it would lose.
             ValueError: `set_to_none` is false.
         """
         if not set_to_none:
@@ -524,7 +524,7 @@ class OffloadEngine(CheckpointEngine):
             dir: on rank 0, with `checkpoint.use_node_local_storage` on each host; made if it is missing. Weights
                 exported there before are replaced, other files stay.
             dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay fp32
-                in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Of autocast all are fp32.
+                in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Under autocast all are fp32.
             max_shard_bytes: of one file, as bytes or ``"1GiB"``; a larger tensor has a file of its own.
 
         Returns:
@@ -545,7 +545,7 @@ class OffloadEngine(CheckpointEngine):
         return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), own, self._group, writes)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
-        """Return name and whole value of every weight, one at a time: to hand to another program, as vLLM.
+        """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.
 
         Every rank has to go through all of them. Memory is taken for one; no step may come in between.
 
@@ -564,7 +564,7 @@ class OffloadEngine(CheckpointEngine):
         dir: str | Path,  # noqa: A002  # as above
         max_shard_bytes: int | str = "1GiB",
     ) -> bool:
-        """Write the weights in the 16-bit dtype that is computed with, bf16 without one: see `export_safetensors`."""
+        """Write the weights in the 16-bit compute dtype, or bf16 if there is none: see `export_safetensors`."""
         self.export_safetensors(dir, "fp16" if self.config.fp16.enabled else "bf16", max_shard_bytes)
         return True
 

@@ -87,14 +87,14 @@ def initialize(
         lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
             ReduceLROnPlateau, which needs a metric).
         blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
-        weights: of a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
+        weights: for a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
-        init: of a model on meta: called with each module after its own initialiser.
+        init: for a model on meta: called with each module after its own initialiser.
         optimizer: a subclass of `OffloadOptimizer`, or a ``partial`` of one, in place of the ``optimizer`` section.
         param_groups: groups with hyperparameters of their own, in place of ``optimizer.groups`` of the section, as
             ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. ``params`` are names or shell patterns, of
-            parameters, modules or their classes, or parameters of `model` as it is handed in. What no group has comes
-            first, as group 0. With Muon, embeddings, heads and what is no matrix have AdamW, in groups beside these.
+            parameters, modules or their classes, or parameters of `model` as it is handed in. Parameters
+            in no group come first, as group 0. With Muon, AdamW has embeddings, heads and all that is no matrix.
         of_deepspeed: refused by a TypeError that says what to write.
 
     Raises:

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from nvme_offload import SwapIOError, Transfer
 from nvme_offload.aio_native import Op, Segment
@@ -36,10 +37,11 @@ def later(action, *arguments, seconds=0.03):
 def test_wait_gives_the_result_every_time():
     operation, transfer = make()
     assert not transfer.done()
+    for mistake in (lambda: transfer * 2, lambda: torch.ones(2) / transfer, lambda: transfer[0], lambda: [*transfer]):
+        with pytest.raises(TypeError, match=r"call wait\(\) on it"):
+            mistake()
     later(operation.complete, None)
-    assert transfer.wait() == "result"
-    assert transfer.wait(0) == "result"
-    assert transfer.done()
+    assert [transfer.wait(), transfer.wait(0), transfer.done()] == ["result", "result", True]
 
 
 def test_wait_times_out_and_the_transfer_goes_on():
