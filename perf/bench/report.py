@@ -58,9 +58,8 @@ def became_slow(rates: Sequence[float]) -> dict[str, float] | None:
 
 def describe_latest(comparison: Comparison) -> str:
     """The latest quad of a direction, and its control, in a line."""
-    latest = comparison.rounds[-1]
-    said = [f"{comparison.name} {len(comparison.rounds):3}: ours fio fio ours {_rates(latest.quad)}"]
-    return " | ".join(said + ([f"control {_rates(latest.control)}"] if latest.control else []))
+    said = f"{comparison.name} {len(comparison.quads):3}: ours fio fio ours {_rates(comparison.quads[-1])}"
+    return f"{said} | control {_rates(comparison.controls[-1])}"
 
 
 def _rates(quad: Quad) -> str:

@@ -142,7 +142,7 @@ def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
                 for comparison in case.measure(plan.quads):
                     say(describe_latest(comparison))
                     advance(1)
-            document[rw] = comparison.as_dict() | _verdict(comparison, plan, target)
+            document[rw] = comparison.to_dict() | _verdict(comparison, plan, target)
     return document
 
 

@@ -19,7 +19,7 @@ _ABOUT = {
         "--size tiny --path /mnt/nvme0",
     ),
     "durable": ("Measure what durable steps and checkpoints cost.", "steps --path /mnt/nvme0"),
-    "hidden-step": ("Measure how much of a step each schedule hides.", "drive --path /mnt/nvme0"),
+    "hidden-step": ("Measure how much of a step each schedule hides.", "paced"),
     "micro-batches": ("Measure the orders of micro-batches with everything on NVMe.", "bytes --path /mnt/nvme0"),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -201,7 +200,7 @@ def planned(measured: Comparison, layers: int, width: int, context: int, rates: 
         assert time is not None
         return time.seconds
 
-    checkpointing = median(one for round_ in measured.counted for one in round_.quad.rates[1:3])
+    _, checkpointing = measured.medians
     flops = seconds({}, 1.0) / checkpointing
     place = {"keep": measured.name, "device": "nvme", "nvme_path": "/", "host_budget": budget_bytes(width, context)}
     return seconds(place, flops) / checkpointing

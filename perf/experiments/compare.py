@@ -123,7 +123,7 @@ def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int
             return ours, theirs
         own = stack.enter_context(Side(ours, sys.executable, template, folder))
         case = Case(name=contender.text, ours=own.turn, reference=other.turn, has_control=False)
-        theirs.quads = [found.rounds[-1].quad for found in case.measure(quads)]
+        theirs.quads = [found.quads[-1] for found in case.measure(quads)]
         own.end()
         other.end()
     return ours, theirs

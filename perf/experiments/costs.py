@@ -59,9 +59,7 @@ class Cost:
         if not self.beside:
             return self._row(median(_seconds(self.ours)() for _ in range(quads)), None, {})
         *_, found = Case(name=self.name, ours=_seconds(self.ours), reference=_seconds(self.other)).measure(quads)
-        rates = [one.quad.rates for one in found.counted]
-        own, other = (median((rate[i] + rate[j]) / 2 for rate in rates) for i, j in ((0, 3), (1, 2)))
-        low, high = found.interval
+        (own, other), (low, high) = found.medians, found.interval
         said = {"ratio (95 %)": f"{found.quotient:.2f} ({low:.2f} to {high:.2f})", "control": f"{found.control:.2f}"}
         return self._row(own, other, said, comparison=found.to_dict())
 

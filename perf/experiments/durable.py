@@ -84,7 +84,7 @@ def steps(
             before, total = made[0].stats().commit_wait_seconds, 0.0
             ours, reference = (partial(_seconds, optimizer, _STEPS, compute) for optimizer in made)
             for found in Case(name="durable", ours=ours, reference=reference).measure(quads):
-                total += _STEPS * (found.rounds[-1].quad.rates[0] + found.rounds[-1].quad.rates[3])
+                total += _STEPS * (found.quads[-1].rates[0] + found.quads[-1].rates[3])
                 waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
                 yield found
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import mean, median
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 Arm = Callable[[], float]  # measures once. Gives bytes per second, or seconds: the same in both arms of a case.
@@ -40,47 +40,23 @@ class Quad:
 
 
 @dataclass(frozen=True)
-class Round:
-    """A quad and its control, and what was noted before them."""
-
-    quad: Quad
-    control: Quad | None = None
-    noted: Mapping[str, float] = field(default_factory=dict)
-    counts: bool = True  # false: the machine was disturbed
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Rounds of a case, in the order in which they were measured."""
+    """Quads of a case, in the order in which they were measured, and the control behind each; or no controls."""
 
     name: str
-    rounds: tuple[Round, ...]
+    quads: tuple[Quad, ...]
+    controls: tuple[Quad, ...] = ()
     head: ClassVar = ("", "over the other (95 %)", "control", "quads", "seconds", "the other's")
-
-    @property
-    def counted(self) -> list[Round]:
-        """The rounds in which nothing was disturbed; all of them if there is no such round."""
-        return [one for one in self.rounds if one.counts] or list(self.rounds)
-
-    @property
-    def ratios(self) -> list[float]:
-        """Ours over the reference in each round that counts."""
-        return [one.quad.ratio for one in self.counted]
-
-    @property
-    def control_ratios(self) -> list[float]:
-        """The reference over itself in each round that counts; 1 if the case has no control."""
-        return [one.control.ratio for one in self.counted if one.control] or [1.0]
 
     @property
     def ratio(self) -> float:
         """Median of the ratio over the quads."""
-        return median(self.ratios)
+        return _median_ratio(self.quads)
 
     @property
     def control(self) -> float:
-        """Median of the ratio over the controls: 1 on a quiet machine."""
-        return median(self.control_ratios)
+        """Median of the ratio over the controls: 1 on a quiet machine, and without controls."""
+        return _median_ratio(self.controls)
 
     @property
     def quotient(self) -> float:
@@ -90,45 +66,47 @@ class Comparison:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % of the quotients of resampled quads and controls (bootstrap, percentile method, fixed seed)."""
-        source, ratios, controls = random.Random(SEED), self.ratios, self.control_ratios
+        source, pairs = random.Random(SEED), (self.quads, self.controls)
+        ratios, controls = ([quad.ratio for quad in quads] or [1.0] for quads in pairs)
         quotients = sorted(
             median(source.choices(ratios, k=len(ratios))) / median(source.choices(controls, k=len(controls)))
             for _ in range(RESAMPLES)
         )
         return quotients[round(0.025 * (RESAMPLES - 1))], quotients[round(0.975 * (RESAMPLES - 1))]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The figures of the rounds that count, in plain types."""
+    @property
+    def medians(self) -> tuple[float, float]:
+        """Ours and the reference's rate, or seconds: each the median over the quads of the mean of its two."""
+        times = [quad.rates for quad in self.quads]
+        return median((t[0] + t[3]) / 2 for t in times), median((t[1] + t[2]) / 2 for t in times)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in plain types."""
         return {
-            "quads": [one.quad.rates for one in self.counted],
-            "controls": [one.control.rates for one in self.counted if one.control],
+            "name": self.name,
+            "quads": [quad.rates for quad in self.quads],
+            "controls": [quad.rates for quad in self.controls],
             "ratio": self.ratio,
             "control_ratio": self.control,
             "quotient": self.quotient,
             "interval_95": self.interval,
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same with the name and with every round, also those that do not count."""
-        rounds = [
-            {"quad": {"rates": one.quad.rates}, "control": one.control and {"rates": one.control.rates}, **one.noted}
-            for one in self.rounds
-        ]
-        return {"name": self.name, "rounds": rounds, **self.as_dict()}
-
     def cells(self) -> list[str]:
         """A row below `head`, for arms that give seconds."""
-        low, high = self.interval
-        times = [one.quad.rates for one in self.counted]
-        own, other = (median(mean((t[i], t[j])) for t in times) for i, j in ((0, 3), (1, 2)))
+        (low, high), (own, other) = self.interval, self.medians
         return [
             self.name,
             f"{self.quotient:.3f} ({low:.3f} to {high:.3f})",
             f"{self.control:.3f}",
-            f"{len(self.counted)} of {len(self.rounds)}",
+            f"{len(self.quads)}",
             f"{own:.3f}",
             f"{other:.3f}",
         ]
+
+
+def _median_ratio(quads: Sequence[Quad]) -> float:
+    return median(quad.ratio for quad in quads) if quads else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +117,15 @@ class Case:
     ours: Arm
     reference: Arm
     has_control: bool = True  # false: both sides must go equally far, because what they end with is compared
-    before: Callable[[], tuple[Mapping[str, float], bool]] = lambda: ({}, True)
-    """Called before each round. Gives what to note of it, and whether it counts."""
 
     def measure(self, num_quads: int) -> Iterator[Comparison]:
-        """Measure quads and controls in turn; after each round give what is known by then."""
-        rounds: list[Round] = []
+        """Measure quads and controls in turn; after each pair give what is known by then."""
+        quads, controls = list[Quad](), list[Quad]()
         for _ in range(num_quads):
-            noted, counts = self.before()
-            quad = Quad.measure(self.ours, self.reference)
-            control = Quad.measure(self.reference, self.reference) if self.has_control else None
-            rounds.append(Round(quad, control, noted, counts))
-            yield Comparison(self.name, tuple(rounds))
+            quads.append(Quad.measure(self.ours, self.reference))
+            if self.has_control:
+                controls.append(Quad.measure(self.reference, self.reference))
+            yield Comparison(self.name, tuple(quads), tuple(controls))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -132,10 +131,6 @@ class Training(AbstractContextManager["Training"]):
         taken = list(self._train(count))
         self.engine.optimizer.synchronize()
         return taken
-
-    def seconds(self, count: int) -> float:
-        """Train for one iteration, and for `count` more; give the mean seconds of these."""
-        return mean(one.seconds for one in self.iterations(1 + count)[1:])
 
     def _train(self, count: int) -> Iterator[Iteration]:
         for _ in range(count):

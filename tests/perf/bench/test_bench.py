@@ -23,7 +23,7 @@ from nvme_offload.perf.bench import report
 from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.command_line import Settings
-from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
+from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
 
@@ -76,7 +76,7 @@ def test_table_for_people_and_saved_results(tmp_path):
 
 
 def test_a_saved_comparison_has_a_ratio_for_each_quad():
-    compared = Comparison("read", (Round(Quad((3.0, 1.0, 1.0, 3.0)), Quad((2.0, 2.0, 2.0, 2.0))),) * 3).as_dict()
+    compared = Comparison("read", (Quad((3.0, 1.0, 1.0, 3.0)),) * 3, (Quad((2.0, 2.0, 2.0, 2.0)),) * 3).to_dict()
     kept = report.summarized({"results": {}, "comparison": {"version": "fio-3", "read": compared}})["comparison"]
     assert kept["version"] == "fio-3"
     assert (kept["read"]["ratios"], kept["read"]["control_ratios"]) == ([3.0] * 3, [1.0] * 3)

@@ -7,13 +7,11 @@ import torch
 
 from nvme_offload import OffloadAdamW, OffloadConfig
 from nvme_offload.perf import cli
-from nvme_offload.perf.experiments import hidden_step
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from nvme_offload.perf.experiments.hidden_step import Setup
-from nvme_offload.perf.measure.comparison import Comparison, Quad, Round
 from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.measure.training import SleepingModel
-from tests.perf.experiments.running import results, said
+from tests.perf.experiments.running import said
 
 RATE = 2e9
 
@@ -87,36 +85,6 @@ def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
         assert cell["quotient"] == pytest.approx(cell["of_ideal"] / cell["bound"])
     assert str(tmp_path) not in file.read_text()
     assert f"| {overlap_step}, 0.5" in file.with_suffix(".md").read_text()
-
-
-def test_a_schedule_beside_off_on_a_drive(tmp_path, alone):
-    small = f"drive --path {tmp_path} --overlap-step forward --quads 1 --width 64"
-    [found] = results("hidden-step", *small.split()).values()
-    [only] = found["rounds"]
-    assert found["name"] == "forward"
-    assert len(only["quad"]["rates"]) == len(only["control"]["rates"]) == 4
-    assert only["compute"] > 0
-    assert only["wanted"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path, monkeypatch):
-    quad, control = Quad((0.8, 1.0, 1.0, 0.8)), Quad((1.0, 1.0, 1.0, 1.0))
-
-    def rounds(*_):
-        first = Round(quad, control)
-        yield Comparison("forward", (first,))
-        yield Comparison("forward", (first, Round(quad, control, counts=False)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(hidden_step, "on_drive", rounds)
-    said("hidden-step", "drive", "--path", tmp_path, "--save", tmp_path / "results", status=130)
-    [page] = (tmp_path / "results").glob("*-hidden-step-sleeping.md")
-    [document] = (tmp_path / "results").glob("*-hidden-step-sleeping.json")
-    assert "| forward | 0.800 (0.800 to 0.800) | 1.000 | 1 of 2 |" in page.read_text()
-    [outcome] = json.loads(document.read_text())["results"]
-    assert len(outcome["rounds"]) == 2
-    assert str(tmp_path) not in document.read_text()
 
 
 def test_help_that_is_known_up_front_is_that_of_the_experiment():

@@ -1,7 +1,11 @@
 """Experiments from their command lines: figures that are what they promise, and nothing that is left behind."""
 
-import pytest
+import json
 
+import pytest
+import typer
+
+from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from tests.perf.experiments.running import results
 
@@ -99,6 +103,25 @@ def test_every_cost_has_a_figure(tmp_path):
     }
     assert all(each["each"] > 0 for name, each in found.items() if not name.startswith("step on NVMe"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path):
+    quads, controls = (Quad((0.8, 1.0, 1.0, 0.8)),) * 2, (Quad((1.0, 1.0, 1.0, 1.0)),) * 2
+
+    def rounds():
+        yield Comparison("durable", quads[:1], controls[:1])
+        yield Comparison("durable", quads, controls)
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        run_experiment("durable-steps", "Durable steps", rounds(), path=tmp_path, save_to=tmp_path / "results")
+    assert ended.value.exit_code == 130
+    [page] = (tmp_path / "results").glob("*-durable-steps.md")
+    [document] = (tmp_path / "results").glob("*-durable-steps.json")
+    assert "| durable | 0.800 (0.800 to 0.800) | 1.000 | 2 |" in page.read_text()
+    [outcome] = json.loads(document.read_text())["results"]
+    assert len(outcome["quads"]) == len(outcome["controls"]) == 2
+    assert str(tmp_path) not in document.read_text()
 
 
 def test_a_table_that_is_too_wide_either_way_has_cells_of_several_lines(monkeypatch, capsys):
