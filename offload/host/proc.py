@@ -29,11 +29,6 @@ def read_int(path: Path) -> int | None:
         return None
 
 
-def read_sysctl(name: str) -> int | None:
-    """Return a numeric sysctl such as ``vm.overcommit_memory``."""
-    return read_int(PROC.joinpath("sys", *name.split(".")))
-
-
 def status_field(name: str) -> str | None:
     """Return a field of /proc/self/status."""
     match = re.search(rf"^{name}:\s*(.*)$", read(PROC / "self/status") or "", re.MULTILINE)

@@ -56,7 +56,7 @@ def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
     groups = [Group(f"Configuration {config_file}", tuple(about_config))] if config_file else []
     groups += [
         Group("I/O engines", tuple(check_engines(config, probe))),
-        Group("Memory and limits", tuple(check_memory(config))),
+        Group("Memory", (check_memory(config),)),
         Group("Software", tuple(check_software(config))),
     ]
     groups += _examine_paths(list(dict.fromkeys([*paths, *chain(*config.paths_of_tiers.values())])), config, engine)

@@ -1,33 +1,23 @@
-"""Host memory and the rules it is given out by, versions of what this package stands on, and the GPU."""
+"""Host memory, versions of what this package stands on, and the GPU."""
 
 import platform
-import resource
 from collections.abc import Iterator
 
 import torch
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import available_bytes, cgroup_limit
-from nvme_offload.offload.host.proc import meminfo, read_sysctl
+from nvme_offload.offload.host.proc import meminfo
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.units import GiB, MiB, format_bytes
+from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.perf.doctor.engines import first_numbers
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.machine import version_of
 
-ENOUGH_FILES = 256  # open files: a few for each path and ring, beside those of torch and its data loaders
 OLDEST_TORCH = (2, 11)
 
 
-def check_memory(config: OffloadConfig) -> Iterator[Finding]:
-    """Memory, overcommit, swap, and the limits of this process."""
-    yield check_available(config)
-    yield check_overcommit(config)
-    yield check_swap()
-    yield check_open_files()
-
-
-def check_available(config: OffloadConfig) -> Finding:
+def check_memory(config: OffloadConfig) -> Finding:
     """Whether the host budget fits, or without one the staging buffers."""
     facts, limit, available = meminfo(), cgroup_limit(), available_bytes()
     key, what = "zero_optimization.offload_optimizer.staging_budget", "the staging buffers"
@@ -58,44 +48,6 @@ def check_available(config: OffloadConfig) -> Finding:
     if key != "host_budget" and 2 * budget > available:
         return seen.warning(f"{what} ({format_bytes(budget)}) take more than half of it", remedy)
     return seen
-
-
-def check_overcommit(config: OffloadConfig) -> Finding:
-    """Whether memory that is mapped may be more than there is."""
-    policy = read_sysctl("vm.overcommit_memory")
-    if policy != 2:
-        return saw("overcommit", f"vm.overcommit_memory = {policy}, mapping memory is not limited", policy=policy)
-    facts = meminfo()
-    left = facts.get("CommitLimit", 0) - facts.get("Committed_AS", 0)
-    found = saw("overcommit", f"vm.overcommit_memory = 2, {format_bytes(left)} may still be mapped", left_bytes=left)
-    budget = config.zero_optimization.offload_optimizer.staging_budget
-    level = Level.WARNING if left < 2 * budget else Level.NOTE
-    meaning = "what is mapped counts as used, touched or not: torch maps far more than it uses"
-    return found.at(level, meaning, "sudo sysctl -w vm.overcommit_memory=0")
-
-
-def check_swap() -> Finding:
-    """Whether the kernel moves memory to a drive behind our back."""
-    facts = meminfo()
-    total = facts.get("SwapTotal", 0)
-    used = total - facts.get("SwapFree", 0)
-    said = f"{format_bytes(used)} of {format_bytes(total)} used" if total else "none"
-    found = saw("swap", said, total_bytes=total, used_bytes=used)
-    if used < GiB:
-        return found
-    meaning = "host memory is short: the kernel's swapping competes with the NVMe tier for the drive"
-    remedy = "see who is swapped: grep VmSwap /proc/[0-9]*/status | sort -nk2 | tail"
-    return found.note(meaning, remedy)
-
-
-def check_open_files() -> Finding:
-    """Whether RLIMIT_NOFILE allows as many open files as are needed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    own, most = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
-    found = saw("open files", f"{own} (hard limit {most})", soft=soft, hard=hard)
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
-        return found
-    return found.warning("swap files, rings and data loaders may not get a file descriptor", "ulimit -n 4096")
 
 
 def check_software(config: OffloadConfig) -> Iterator[Finding]:

@@ -101,7 +101,7 @@ class TestHealthyFolder:
         assert document["engine"] in sample["found"]
 
     def test_every_question_of_the_page_is_answered(self, document):
-        asked = {"kernel", "io_uring", "engine", "memory", "overcommit", "swap", "open files"}
+        asked = {"kernel", "io_uring", "engine", "memory"}
         asked |= {"versions", "torch", "GPU", "folder", "file system", "direct I/O", "space"}
         assert asked | {"other runs", "sample"} <= set(findings_of(document))
         for finding in findings_of(document).values():
@@ -459,7 +459,7 @@ def proc(tmp_path, monkeypatch):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
-    write("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n")
+    write("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n")
     return write
 
 
@@ -479,14 +479,14 @@ class TestMemory:
     def test_a_limit_of_an_ancestor_counts(self, proc, tmp_path, version):
         self.limit(proc, tmp_path, version, 256 * MiB, 100 * MiB)
         assert available_memory.available_bytes() == 157 * MiB, "page cache can be dropped"
-        finding = memory.check_available(config_of())
+        finding = memory.check_memory(config_of())
         assert finding.level is Level.ERROR
         assert f"cgroup v{version} limit 256 MiB, 157 MiB of it left" in finding.found
         assert "staging_budget" in finding.remedy
 
     @pytest.mark.parametrize(("budget", "level"), [("12GiB", Level.OK), ("17GiB", Level.ERROR), ("auto", Level.OK)])
     def test_a_host_budget_counts_instead_of_the_staging_buffers(self, proc, budget, level):
-        finding = memory.check_available(OffloadConfig.from_dict({"host_budget": budget}))
+        finding = memory.check_memory(OffloadConfig.from_dict({"host_budget": budget}))
         assert finding.level is level
         assert level is Level.OK or finding.remedy == "write less than 17 GiB for host_budget"
 
@@ -502,25 +502,10 @@ class TestMemory:
         assert available_memory.cgroup_limit() is None
 
     def test_staging_buffers_that_take_half_are_a_warning(self, proc):
-        finding = memory.check_available(config_of())
+        finding = memory.check_memory(config_of())
         assert (finding.level, finding.found) == (Level.OK, "16 GiB available of 32 GiB; no cgroup limit")
         proc("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 819200 kB\n")
-        assert memory.check_available(config_of()).level is Level.WARNING
-
-    def test_strict_overcommit_and_swap_in_use(self, proc):
-        proc("sys/vm/overcommit_memory", "2\n")
-        proc("meminfo", "CommitLimit: 1048576 kB\nCommitted_AS: 524288 kB\n")
-        finding = memory.check_overcommit(config_of())
-        assert (finding.level, "512 MiB may still be mapped" in finding.found) == (Level.WARNING, True)
-        proc("sys/vm/overcommit_memory", "1\n")
-        assert memory.check_overcommit(config_of()).level is Level.OK
-        proc("meminfo", "SwapTotal: 8388608 kB\nSwapFree: 4194304 kB\n")
-        assert (memory.check_swap().level, memory.check_swap().found) == (Level.NOTE, "4 GiB of 8 GiB used")
-
-    @pytest.mark.parametrize(("soft", "level"), [(64, Level.WARNING), (1024, Level.OK), (-1, Level.OK)])
-    def test_open_files(self, monkeypatch, soft, level):
-        monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (soft, -1))
-        assert memory.check_open_files().level is level
+        assert memory.check_memory(config_of()).level is Level.WARNING
 
 
 class TestEngines:
