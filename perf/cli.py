@@ -30,7 +30,7 @@ _ABOUT = {
     ),
     "plan": (
         "Predict memory, traffic, time and wear of a training step.",
-        "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --drive gen4-consumer --flops 1e14",
+        "--params 7e9 --layers 32 --hidden 4096 --host-memory 64GiB --read-bw 7GB --write-bw 1.5GB --flops 1e14",
     ),
     "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
     "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),

@@ -13,7 +13,7 @@ import pytest
 ROUNDS = 5
 MOST_SECONDS = 2.0
 MEMORY = ["--host-memory", "64GiB"]
-RATES = ["--drive", "gen4-consumer", "--flops", "1e14", "--tokens", "8192"]
+RATES = ["--read-bw", "7GB", "--write-bw", "1.5GB", "--flops", "1e14", "--tokens", "8192"]
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 BUILD = """
 import sys, torch, transformers

@@ -14,8 +14,7 @@ from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
-from nvme_offload.perf.plan.command import drives_said
-from nvme_offload.perf.plan.machine import Machine, MachineError
+from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
 
@@ -31,7 +30,6 @@ def init(
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch on one rank.")] = 2048,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step on one rank.")] = 1,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
-    drive: Annotated[str | None, typer.Option(help="Drives here by their class: gen4-consumer.")] = None,
     bench: Annotated[Path | None, typer.Option(help="Drives here as offload bench --json measured them.")] = None,
     host_memory: Annotated[
         int | None, byte_option("--host-memory", text="Memory for training; by default this machine's.")
@@ -41,13 +39,13 @@ def init(
 
     It takes the first of these that fits: everything in memory; part of the optimizer state on NVMe; parameters and
     gradients on NVMe, too. What other programs have in memory now does not matter. Of several micro-batches it writes
-    the faster order, where --flops and --drive or --bench are given.
+    the faster order, where --flops and --bench are given.
     """
     if output.exists():
         raise typer.BadParameter(f"{output} exists; name another file, or move it away", param_hint="'--output'")
     try:
         shape, machine = ModelShape.of_config_file(model), this_machine(path, ranks, host_memory)
-        machine = replace(machine, flops=flops, drives=drives_said(drive, bench)[0])
+        machine = replace(machine, flops=flops, drives=None if bench is None else Drives.of_bench(bench))
         found = Chooser(machine, path, tokens, micro_batches=micro_batches).choose(shape)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)

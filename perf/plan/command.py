@@ -15,7 +15,7 @@ from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
-from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError, drives_of
+from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict, uses_nvme
 from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
@@ -71,9 +71,6 @@ def plan(
         int | None, _size("--pcie", text="Between a GPU and its host, each way: 55GB/s; by default as measured here.")
     ] = None,
     network: Annotated[float | None, _rate("--network", text="Rate between nodes: 100Gb/s, 12.5GB/s.")] = None,
-    drive: Annotated[
-        str | None, typer.Option(help="A node's drives by their class: gen4-consumer, gen5-enterprisex4.")
-    ] = None,
     bench: Annotated[Path | None, typer.Option(help="A node's drives as offload bench --json measured them.")] = None,
     read_bw: Annotated[int | None, _size("--read-bw", text="Bytes that drives read in a second: 6.5GB.")] = None,
     write_bw: Annotated[int | None, _size("--write-bw", text="Bytes that they write in a second.")] = None,
@@ -93,15 +90,14 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
-        drives, of_class = drives_said(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
         on_device, copies = _device(device_memory, pcie)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=total_bytes() if host_memory is None else host_memory,
             device_memory=on_device,
-            drives=drives,
-            capacity=of_class if capacity is None else capacity,
+            drives=_drives(bench, read_bw, write_bw, mixed_bw, tbw),
+            capacity=capacity,
             flops=flops,
             update_rate=update_rate,
             pcie=copies,
@@ -177,23 +173,17 @@ def _shape(
     return ModelShape.of_numbers(params, layers, hidden, vocab or 0)
 
 
-def drives_said(
-    drive: str | None,
-    bench: Path | None,
-    rates: tuple[int | None, int | None, int | None] = (None, None, None),
-    tbw: float | None = None,
-) -> tuple[Drives | None, int | None]:
-    """Return a node's drives, from one of the three ways to say them, and their capacity where that says it, too."""
-    given = [drive is not None, bench is not None, rates != (None, None, None)]
-    if sum(given) > 1:
-        raise MachineError("rates of drives come from --drive, from --bench, or from --read-bw and the like: give one")
-    if drive is not None:
-        return drives_of(drive, tbw)
+def _drives(
+    bench: Path | None, read: int | None, write: int | None, mixed: int | None, tbw: float | None
+) -> Drives | None:
+    """Return a node's drives as they were measured, or from their rates; None where neither is given."""
+    rates = (read, write, mixed)
     if bench is not None:
-        return Drives.of_bench(bench, tbw), None
-    read, write, mixed = rates
+        if rates != (None, None, None):
+            raise MachineError("rates of drives come from --bench, or from --read-bw and the like: give one")
+        return Drives.of_bench(bench, tbw)
     if read is not None and write is not None:
-        return Drives.of_rates(read, write, mixed, tbw), None
-    if any(given) or tbw is not None:
-        raise MachineError("drives need --drive, --bench, or both --read-bw and --write-bw")
-    return None, None
+        return Drives.of_rates(read, write, mixed, tbw)
+    if rates != (None, None, None) or tbw is not None:
+        raise MachineError("drives need --bench, or both --read-bw and --write-bw")
+    return None

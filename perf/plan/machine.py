@@ -1,20 +1,18 @@
-"""The machine that a plan is for: ranks, memory, drives, and classes of drives before there is one to measure."""
+"""The machine that a plan is for: ranks, memory and drives."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from nvme_offload.offload.units import GB, TB
+from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
 """Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
-_FORM = re.compile(r"(?P<name>[a-z0-9-]+?)(?:x(?P<count>[1-9][0-9]?))?")
 
 
 class MachineError(ValueError):
@@ -123,47 +121,3 @@ def _check_above_zero(options: dict[str, float | None]) -> None:
     for name, value in options.items():
         if value is not None and not 0 < value < inf:
             raise MachineError(f"{name} {value}: must be more than 0, and finite")
-
-
-class DriveClass(NamedTuple):
-    """A drive of a class does this for hours; docs/plan.md says whose figures these are."""
-
-    read: float  # bytes per second
-    write: float  # bytes per second when its cache is full: what a training gets
-    capacity: int  # bytes of that drive
-    endurance: float  # bytes that its maker lets be written over its life (TBW)
-
-
-def _drive(read: float, write: float, terabytes: float, written: float) -> DriveClass:
-    return DriveClass(read * GB, write * GB, round(terabytes * TB), written * TB)
-
-
-CATALOGUE = {
-    "sata-consumer": _drive(0.56, 0.4, 2, 1200),
-    "gen3-consumer": _drive(3.5, 1.75, 2, 1200),
-    "gen4-consumer": _drive(7.45, 1.5, 2, 1200),
-    "gen5-consumer": _drive(12.4, 3, 2, 1200),
-    "gen4-consumer-qlc": _drive(7.1, 0.4, 2, 440),
-    "gen3-enterprise": _drive(3.2, 1.8, 4, 4840),
-    "gen4-enterprise": _drive(6.2, 4, 3.84, 7008),
-    "gen5-enterprise": _drive(12, 6.8, 7.68, 14016),
-    "gen4-enterprise-mixed": _drive(6.9, 4.2, 3.2, 17520),
-    "gen5-enterprise-mixed": _drive(14, 10, 3.2, 17520),
-}
-"""Names of classes. Of consumer drives the write rate is that after the cache, as tests of such drives have it. A drive
-at hand is measured: `offload bench --runtime 600`."""
-
-
-def drives_of(text: str, terabytes_written: float | None = None) -> tuple[Drives, int]:
-    """Drives of a class such as ``gen4-consumer``, or several: ``gen4-consumerx4``; and their capacity in bytes.
-
-    `terabytes_written`: their endurance together, where it is known better.
-    """
-    match = _FORM.fullmatch(text)
-    if match is None or (found := CATALOGUE.get(match["name"])) is None:
-        known = ", ".join(CATALOGUE)
-        raise MachineError(f"--drive {text}: write one of {known}, or as many of it as a node has: gen4-consumerx4")
-    count = int(match["count"] or 1)
-    endurance = count * found.endurance / TB if terabytes_written is None else terabytes_written
-    drives = Drives.of_rates(count * found.read, count * found.write, terabytes_written=endurance)
-    return drives, count * found.capacity

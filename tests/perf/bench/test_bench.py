@@ -26,6 +26,7 @@ from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
+from tests.perf.documents import write_bench
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
 COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")
@@ -73,6 +74,24 @@ def test_table_for_people_and_saved_results(tmp_path):
     assert document["results"]["read"].keys() == {"summary"}
     assert document["results"]["read"]["summary"]["num_samples"] == 1
     assert '"directions": ["read"]' in file.read_text(), "a list of words takes a line for each"
+
+
+@pytest.mark.parametrize(
+    ("rates", "planned"),
+    [
+        ([3e9] * 20 + [1e9] * 20, 1e9),
+        ([3e9] * 36 + [2.6e9] * 12, 2.9e9),  # less than a fifth slower: the weather
+        ([1e9] * 4 + [3e9] * 4, 2e9),  # faster
+        ([3e9] * 3 + [1e9] * 3, 2e9),  # too few to tell
+    ],
+)
+def test_of_a_drive_that_became_slow_its_end_is_planned_with(tmp_path, rates, planned):
+    summary = {"total_bytes": sum(rates), "total_seconds": len(rates), "became_slow": report.became_slow(rates)}
+    assert (
+        ": from 3.00 GB/s to 1.00 GB/s: " in "".join(report.slow_lines({"results": {"write": {"summary": summary}}}))
+    ) == (planned == 1e9)
+    result = {"summary": summary}
+    assert Drives.of_bench(write_bench(tmp_path / "bench.json", result)).write == planned
 
 
 def test_a_saved_comparison_has_a_ratio_for_each_quad():

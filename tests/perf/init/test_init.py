@@ -13,9 +13,10 @@ from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.init import command
 from nvme_offload.perf.plan.choosing import Chooser
-from nvme_offload.perf.plan.machine import Machine, drives_of
+from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
+from tests.perf.documents import write_bench
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,7 +77,7 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
 )
 def test_the_faster_order_of_micro_batches_is_written_where_rates_are_known(model, tmp_path, flops, order, said):
     """Without them "auto" decides alike in a run and in its plan."""
-    rates = ("--drive", "gen4-consumer", *(("--flops", flops) if flops else ()))
+    rates = ("--bench", str(write_bench(tmp_path / "bench.json")), *(("--flops", flops) if flops else ()))
     done, section = init(model, tmp_path, "--host-memory", "4GiB", "--micro-batches", "8", *rates)
     assert done.exit_code == 0, done.output
     assert (section["gradient_accumulation_steps"], section.get("micro_batch_order")) == (8, order)
@@ -141,8 +142,8 @@ def by_hand(memory_bytes):
     ids=lambda value: f"{value}" if isinstance(value, int) else f"{value[0]:.0e}",
 )
 def test_no_section_by_hand_is_planned_faster_by_more_than_5_percent(numbers, memory):
-    shape, (drives, capacity) = ModelShape.of_numbers(*numbers), drives_of("gen4-consumerx2")
-    machine = Machine(host_memory=memory * GiB, drives=drives, capacity=capacity, flops=1e14)
+    shape, drives = ModelShape.of_numbers(*numbers), Drives.of_rates(14.9e9, 3e9)
+    machine = Machine(host_memory=memory * GiB, drives=drives, capacity=4 * 10**12, flops=1e14)
     chooser = Chooser(machine, [Path("/")], tokens=2048)
     found = predict(chooser.choose(shape).job, machine)
     assert not found.tiers.missing

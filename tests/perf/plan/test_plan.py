@@ -226,7 +226,8 @@ def test_a_host_budget_limits_the_largest_model(tmp_path):
     assert largest == {"parameters": 26 * 250_000, "layers": 26, "deepest": True}
 
 
-H100 = "--gpu-memory 80GiB --pcie 55GB/s --flops 4e14 --update-rate 8e9 --host-memory 256GiB --drive gen5-enterprisex4"
+DRIVES = "--read-bw 48GB --write-bw 27.2GB"
+H100 = f"--gpu-memory 80GiB --pcie 55GB/s --flops 4e14 --update-rate 8e9 --host-memory 256GiB {DRIVES}"
 LLAMA_8B = "--params 8e9 --layers 32 --hidden 4096 --vocab 128256"
 LLAMA_70B = "--params 70e9 --layers 80 --hidden 8192 --vocab 128256"
 
@@ -271,7 +272,7 @@ def test_a_step_of_7_b_is_what_it_is_by_hand(read, write, drive_seconds, tmp_pat
     """On a GPU of 141 GB: one drive, four newer ones, and none, where 70 GB of state fit host memory."""
     file = tmp_path / "offload.json"
     file.write_text(json.dumps(section(tmp_path)))
-    state = f"--read-bw {read} --write-bw {write} --config {file}" if read else "--drive gen4-consumer"
+    state = f"--read-bw {read} --write-bw {write} --config {file}" if read else "--read-bw 7.45GB --write-bw 1.5GB"
     gpu = "--gpu-memory 141GB --pcie 55GB/s --flops 4.2e14 --update-rate 4.7e9 --host-memory 256GB --tokens 16384"
     found = json.loads(plan(f"--params 7e9 --layers 32 --hidden 4096 {gpu} {state} --json").stdout)["iteration"]
     by_hand = {
@@ -350,7 +351,7 @@ def test_a_gpu_that_is_here_is_planned_for(monkeypatch):
     monkeypatch.setattr(command, "device_here", lambda: "a GPU")
     monkeypatch.setattr(command, "facts_of", lambda device: {"memory_bytes": 80 * GiB})
     monkeypatch.setattr(command, "copy_rates", lambda device: {"to_device": 50e9, "to_host": 40e9, "both": 40e9})
-    rates = "--host-memory 64GiB --drive gen5-enterprisex4 --flops 4e14 --json"
+    rates = f"--host-memory 64GiB {DRIVES} --flops 4e14 --json"
     here = json.loads(plan(f"{LLAMA_8B} {rates}").stdout)
     assert here["available_per_rank"]["device"] == 80 * GiB
     assert here["iteration"]["pcie"] == pytest.approx(4 * 8e9 / 20e9, rel=0.001)
@@ -454,7 +455,7 @@ def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
                 ("--hidden", "-64", "no whole number"),
                 ("--layers", "2.9", "no whole number"),
                 ("--params", "nan", "no whole number"),
-                ("--bench", "bench.json", "rates of drives come from --drive, from --bench, or"),
+                ("--bench", "bench.json", "rates of drives come from --bench, or"),
             )
         ),
         ("--model /nowhere/config.json", "there is no such file"),
