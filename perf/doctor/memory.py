@@ -10,11 +10,8 @@ from nvme_offload.offload.host.available_memory import available_bytes, cgroup_l
 from nvme_offload.offload.host.proc import meminfo
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.perf.doctor.engines import first_numbers
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.machine import version_of
-
-OLDEST_TORCH = (2, 11)
 
 
 def check_memory(config: OffloadConfig) -> Finding:
@@ -52,20 +49,11 @@ def check_memory(config: OffloadConfig) -> Finding:
 
 def check_software(config: OffloadConfig) -> Iterator[Finding]:
     """Versions of what matters, and whether the GPU takes pinned memory."""
-    versions = {name: version_of(name) for name in ("nvme-offload", "pyuring", "aiofiles")}
+    versions = {name: version_of(name) for name in ("nvme-offload", "torch", "pyuring", "aiofiles")}
     versions["python"] = platform.python_version()
     listed = ", ".join(f"{name} {number or 'not installed'}" for name, number in versions.items())
     yield saw("versions", listed, **versions)
-    yield check_torch(torch.__version__)
     yield check_gpu(config)
-
-
-def check_torch(release: str) -> Finding:
-    """Whether this torch is one of those that are tested."""
-    found, oldest = saw("torch", release, version=release), ".".join(map(str, OLDEST_TORCH))
-    if first_numbers(release) >= OLDEST_TORCH:
-        return found
-    return found.error(f"torch {oldest} is the oldest that is supported", f"pip install 'torch>={oldest}'")
 
 
 def check_gpu(config: OffloadConfig) -> Finding:

@@ -1,4 +1,4 @@
-"""A folder for swap files: can it be used, does it keep its promises, how much room is there, who else is there."""
+"""A folder for swap files: can it be used, does it keep its promises, how much room is there."""
 
 import contextlib
 import ctypes
@@ -10,16 +10,12 @@ import stat
 import struct
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from nvme_offload.aio_native import EngineUnavailable, Op, Segment, open_engine
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import Mount, mount_of
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.run_directory import LOCK_NAME, PREFIX
-from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from nvme_offload.offload.units import GiB, MiB, format_bytes, round_up
 from nvme_offload.perf.doctor.drive import check_drive, check_warmth
@@ -39,8 +35,6 @@ BYTES_PER_PARAMETER = 10
 """Optimizer state of a bf16 parameter: the lower half of its master weight, and two fp32 moments."""
 SAMPLE_BYTES = MiB
 _STOPS = "a run stops when it starts"
-State = Literal["live", "dead", "unknown"]
-_WORDS: dict[State, str] = {"live": "alive", "dead": "left behind", "unknown": "of another user"}
 
 
 def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[list[Finding], Drive | None]:
@@ -49,8 +43,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
     Writes one nameless file of 1 MiB there, which is gone when this returns, however it returns.
     """
     if (obstacle := check_usable(path)) is not None:
-        runs = [check_runs(path)] if os.access(path, os.R_OK | os.X_OK) and path.is_dir() else []
-        return [obstacle, *runs], None
+        return [obstacle], None
     try:
         fd = _nameless_file(path)
     except OSError as error:
@@ -61,7 +54,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         drive = find_drive(os.fstat(fd).st_dev, mount)
         findings.append(check_file_system(fd, path, mount))
         findings += _check_io(fd, config, engine)
-        findings += [check_space(fd), check_runs(path)]
+        findings.append(check_space(fd))
         if drive:
             findings += [*check_drive(drive, config), *check_warmth(drive)]
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
@@ -283,60 +276,3 @@ def check_space(fd: int) -> Finding:
         return saw("space", said, **values).warning(meaning, "free some, or choose another path")
     billions = free / BYTES_PER_PARAMETER / 1e9
     return saw("space", f"{said}: state of {billions:.2g} billion bf16 parameters", **values)
-
-
-@dataclass(frozen=True)
-class FoundRun:
-    """A run directory. `unknown` is one that this user may not look into."""
-
-    name: str
-    state: State
-    size_bytes: int
-
-
-def find_runs(path: Path) -> list[FoundRun]:
-    """The run directories below `path`. A run that begins at this moment is locked when it gets such a name."""
-    return [FoundRun(run.name, _state(run), _size(run)) for run in sorted(path.glob(PREFIX + "*")) if run.is_dir()]
-
-
-def _state(run: Path) -> State:
-    try:
-        with open_in(run, LOCK_NAME, os.O_RDONLY) as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "live"
-    except FileNotFoundError:
-        return "dead"  # it died between making its directory and its lock
-    except OSError:
-        return "unknown"
-    return "dead"
-
-
-def _size(run: Path) -> int:
-    size = 0
-    with contextlib.suppress(OSError):
-        for entry in run.iterdir():
-            with contextlib.suppress(OSError):  # a run that ends takes its files along
-                size += entry.stat().st_blocks * 512
-    return size
-
-
-def check_runs(path: Path) -> Finding:
-    """Return what other runs have on this path."""
-    try:
-        runs = find_runs(path)
-    except OSError as error:
-        return saw("other runs", f"cannot be looked for: {error.strerror}").note("a run will fail here, too")
-    by_state = {state: [run for run in runs if run.state == state] for state in _WORDS}
-    listed = {
-        state: ", ".join(f"{run.name} ({format_bytes(run.size_bytes)})" for run in its)
-        for state, its in by_state.items()
-    }
-    said = "; ".join(f"{_WORDS[state]}: {names}" for state, names in listed.items() if names) or "none"
-    found = saw("other runs", said, runs=[asdict(run) for run in runs])
-    if dead := by_state["dead"]:
-        size = format_bytes(sum(run.size_bytes for run in dead))
-        meaning = f"{size} are taken by runs that were killed; the next run on this path removes them by itself"
-        remedy = f"to have the space now: rm -r {' '.join(shlex.quote(str(path / run.name)) for run in dead)}"
-        return found.note(meaning, remedy)
-    return found

@@ -1,11 +1,9 @@
 """What `offload doctor` finds, on this machine, in confined children, and on machines made of files."""
 
 import errno
-import fcntl
 import io
 import json
 import os
-import shutil
 import tempfile
 
 import pytest
@@ -19,7 +17,6 @@ from nvme_offload.aio_native import _native, uring_refusal
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.run_directory import RunDirectory
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.doctor import drive, engines, memory, paths
 from nvme_offload.perf.doctor.command import doctor
@@ -102,8 +99,8 @@ class TestHealthyFolder:
 
     def test_every_question_of_the_page_is_answered(self, document):
         asked = {"kernel", "io_uring", "engine", "memory"}
-        asked |= {"versions", "torch", "GPU", "folder", "file system", "direct I/O", "space"}
-        assert asked | {"other runs", "sample"} <= set(findings_of(document))
+        asked |= {"versions", "GPU", "folder", "file system", "direct I/O", "space", "sample"}
+        assert asked <= set(findings_of(document))
         for finding in findings_of(document).values():
             assert finding["found"]
             assert finding["level"] == "ok" or finding["meaning"]
@@ -342,42 +339,6 @@ class TestFileSystems:
         assert optional["exit_status"] == 1
 
 
-class TestOtherRuns:
-    @pytest.fixture
-    def dead(self, tmp_path):
-        run = tmp_path / "nvme-offload-99-0"
-        run.mkdir()
-        (run / "lock").touch()
-        (run / "swap").write_bytes(bytes(MiB))
-        return run
-
-    def test_dead_and_living_ones_are_told_apart_and_left_alone(self, tmp_path):
-        living = RunDirectory(tmp_path)
-        for number, files in ((97, ()), (98, ("lock",))):  # one died before it had made its lock
-            run = tmp_path / f"nvme-offload-{number}-0"
-            run.mkdir()
-            for name in files:
-                (run / name).touch()
-        names = sorted(os.listdir(tmp_path))
-        folder = os.open(tmp_path, os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder itself it means nothing
-        assert {run.name: run.state for run in paths.find_runs(tmp_path)} == {
-            living.path.name: "live",
-            "nvme-offload-97-0": "dead",
-            "nvme-offload-98-0": "dead",
-        }
-        assert sorted(os.listdir(tmp_path)) == names
-        os.close(folder)
-        living.remove()
-
-    def test_their_size_and_remedy_are_named(self, tmp_path, dead):
-        finding = paths.check_runs(tmp_path)
-        assert (finding.level, finding.found) == (Level.NOTE, "left behind: nvme-offload-99-0 (1 MiB)")
-        assert finding.remedy.endswith(f"rm -r {dead}")
-        shutil.rmtree(dead)
-        assert paths.check_runs(tmp_path).found == "none"
-
-
 @pytest.fixture
 def sys_tree(tmp_path, monkeypatch):
     """A /sys in which `make` puts drives."""
@@ -587,10 +548,6 @@ class TestEngines:
 
 
 class TestSoftware:
-    def test_an_old_torch(self):
-        assert memory.check_torch("2.9.1+cu128").level is Level.ERROR
-        assert memory.check_torch("2.11.0").level is Level.OK
-
     @pytest.mark.parametrize(
         ("pin_memory", "works", "level"),
         [(None, True, Level.OK), (True, False, Level.ERROR), (None, False, Level.NOTE), (False, False, Level.NOTE)],
