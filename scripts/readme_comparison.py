@@ -20,12 +20,12 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
 
-from nvme_offload.perf.experiments.peers.result import HEAD, Contender, Seen, notes
+from nvme_offload.perf.experiments.peers.result import Contender, Seen, notes
 from nvme_offload.perf.experiments.peers.worker import Ended, Order
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.gpt import parse_size
 from nvme_offload.perf.measure.machine import describe
-from nvme_offload.perf.measure.results import RESULTS
+from nvme_offload.perf.measure.results import RESULTS, table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -101,9 +101,7 @@ def block(result: Result, name: str) -> str:
         [
             f"![Seconds of an iteration and peak memory of each]({PICTURE.relative_to(ROOT).as_posix()})",
             "",
-            "| " + " | ".join(HEAD) + " |",
-            "|" + "---|" * len(HEAD),
-            *("| " + " | ".join(found.cells()) + " |" for found in result.found),
+            *table([found.shown for found in result.found]),
             "",
             *textwrap.wrap(" ".join(said), WIDTH, break_long_words=False, break_on_hyphens=False),
         ]
@@ -118,7 +116,7 @@ def draw(all_found: list[Seen], path: Path, source: str) -> None:
     figure, (seconds, memory) = plt.subplots(1, 2, figsize=(11.5, 0.7 + 0.45 * len(names)), layout="constrained")
     values = (
         (seconds, [median(found.seconds) for found in trained], "seconds per iteration"),
-        (memory, [(found.ended.peak_bytes or 0) / 2**30 for found in trained if found.ended], "peak memory, GiB"),
+        (memory, [found.ended.peak_bytes / 2**30 for found in trained if found.ended], "peak memory, GiB"),
     )
     for axes, numbers, title in values:
         bars = axes.barh(names, numbers, color=colours)

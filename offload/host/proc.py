@@ -9,9 +9,6 @@ from pathlib import Path
 PROC = Path("/proc")
 SYS = Path("/sys")
 
-CAP_IPC_LOCK = 14
-"""Number of the capability with which RLIMIT_MEMLOCK does not count."""
-
 
 def read(path: Path) -> str | None:
     """Return the stripped text of a file, None if it cannot be read."""
@@ -33,12 +30,6 @@ def status_field(name: str) -> str | None:
     """Return a field of /proc/self/status."""
     match = re.search(rf"^{name}:\s*(.*)$", read(PROC / "self/status") or "", re.MULTILINE)
     return match[1] if match else None
-
-
-def has_capability(number: int) -> bool:
-    """Whether this process has a capability that counts everywhere, not just in a user namespace of its own."""
-    has = bool(int(status_field("CapEff") or "0", 16) >> number & 1)
-    return has and (read(PROC / "self/uid_map") or "").split() == ["0", "0", "4294967295"]
 
 
 def meminfo() -> dict[str, int]:

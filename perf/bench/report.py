@@ -14,7 +14,20 @@ from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
 from nvme_offload.perf.measure.workloads import STEPS_PER_PASS, Sample
 
-HEAD = ("rw", "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "max", "CPU s/GB")
+HEAD = (
+    "rw",
+    "GB/s",
+    "min",
+    "max",
+    "IOPS",
+    "depth",
+    "request ms",
+    "transfer ms p50",
+    "p99",
+    "p99.9",
+    "longest",
+    "CPU s/GB",
+)
 PERCENTILES = (50, 95, 99, 99.9, 100)
 LEAST_PASSES, LEAST_DROP = (
     8,
@@ -87,7 +100,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows_of(document):
-        table.add_row(*row)
+        table.add_row(*row.values())
     console.print(table)
     if not document["verified"]:
         for rw, result in document["results"].items():
@@ -97,9 +110,10 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def rows_of(document: Mapping[str, Any]) -> list[list[str]]:
-    """A row below `HEAD` for each direction."""
-    return [[rw, *_cells(result["summary"])] for rw, result in document["results"].items()]
+def rows_of(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A row for each direction, by the heads of the columns."""
+    rows = ([rw, *_cells(result["summary"])] for rw, result in document["results"].items())
+    return [dict(zip(HEAD, row, strict=True)) for row in rows]
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
@@ -142,21 +156,12 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
 
 
 def summarized(document: dict[str, Any]) -> dict[str, Any]:
-    """A document of `offload bench` without single passes and runs: what is kept in a file."""
-    results = {rw: {"summary": result["summary"]} for rw, result in document["results"].items()}
-    kept = {**document, "results": results}
-    for rw, compared in document.get("comparison", {}).items():
-        if isinstance(compared, dict):
-            quads = {"ratios": compared["quads"], "control_ratios": compared["controls"]}
-            figures = {name: value for name, value in compared.items() if name not in ("quads", "controls")}
-            ratios = {name: [round(Quad(tuple(rates)).ratio, 4) for rates in its] for name, its in quads.items()}
-            compared = {**figures, **ratios}
-        kept["comparison"] = {**kept["comparison"], rw: compared}
-    return kept
+    """A document of `offload bench` without single passes: what is kept in a file."""
+    return {**document, "results": {rw: {"summary": each["summary"]} for rw, each in document["results"].items()}}
 
 
 def markdown(document: dict[str, Any]) -> str:
     """A document of `offload bench` as a Markdown page."""
     title = f"offload bench: {document['config']['target']}, engine {document['engine']['name']}"
     notes = [*slow_lines(document), *comparison_lines(document)]
-    return page(title, document["environment"], HEAD, rows_of(document), notes)
+    return page(title, document["environment"], rows_of(document), notes)

@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nvme_offload.aio_native import ENGINES, Engine, EngineOptions, EngineUnavailable, open_engine
+from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable, open_engine
 from nvme_offload.aio_native.uring_refusal import io_uring_disabled, probe_errno
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.host.proc import CAP_IPC_LOCK, has_capability, status_field
+from nvme_offload.offload.host.proc import status_field
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
-from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
 
 FIRST_KERNEL = (5, 6)
@@ -59,7 +56,7 @@ def probe_engines(config: OffloadConfig) -> EngineProbe:
 
 
 def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding]:
-    """Check kernel, io_uring, the choice of an engine, and registered buffers."""
+    """Check kernel, io_uring, and the choice of an engine."""
     refusal = probe_errno(config.aio.queue_depth)
     yield check_kernel()
     yield check_io_uring(refusal)
@@ -67,8 +64,6 @@ def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding
         meaning = "the fastest engine is missing; with pyuring each request costs some 20 us of Python"
         yield saw("C++ engine", "not available").warning(meaning, probe.refusals["io_uring"])
     yield check_choice(config, probe)
-    if probe.chosen(config) == "io_uring":
-        yield check_registered_buffers(config)
 
 
 def first_numbers(release: str) -> tuple[int, int]:
@@ -159,37 +154,3 @@ def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:
     passed_over = " and ".join(ENGINES[: ENGINES.index(chosen)])
     why = f"because {passed_over} cannot be opened" if passed_over else "the first choice"
     return saw("engine", f"auto takes {chosen}, {why}", **values)
-
-
-def check_registered_buffers(config: OffloadConfig) -> Finding:
-    """Try to register staging buffers of the configured size."""
-    section = config.zero_optimization.offload_optimizer
-    budget, check = section.staging_budget, "registered buffers"
-    if budget > available_bytes():
-        meaning = "they were not tried, because there is less memory than that"
-        return saw(check, f"{format_bytes(budget)} of staging buffers", size_bytes=budget).note(meaning)
-    engine: Engine = open_engine("io_uring", engine_options(config, MIN_ALIGNMENT)).engine
-    try:
-        pool = BufferPool(section.buffer_count, budget // section.buffer_count)
-        registration = engine.register(pool.regions, [])
-        engine.register([], [])
-        pool.close()
-    except MemoryError as error:
-        remedy = "write a smaller zero_optimization.offload_optimizer.staging_budget"
-        return saw(check, str(error), size_bytes=budget).error("the staging buffers do not fit", remedy)
-    finally:
-        engine.close()
-    if registration.buffers:
-        return saw(check, f"{format_bytes(pool.size_bytes)} of staging buffers can be registered", size_bytes=budget)
-    reason = registration.refusals[0]
-    limited = "Cannot allocate memory" in reason and not has_capability(CAP_IPC_LOCK)
-    found = f"{format_bytes(pool.size_bytes)} of staging buffers are refused"
-    meaning = "requests pin their pages one by one, which costs some processor time; everything works"
-    if not limited:
-        cause, _, remedy = reason.rpartition("; ")
-        return saw(check, f"{found} ({cause.partition(':')[0]})", size_bytes=budget).note(meaning, remedy)
-    remedy = (
-        f"ulimit -l {-(-budget // 1024) + 1024} (in KiB; for good: memlock in /etc/security/limits.conf, "
-        "LimitMEMLOCK= of systemd, docker run --ulimit memlock=-1)"
-    )
-    return saw(check, f"{found} by RLIMIT_MEMLOCK", size_bytes=budget).note(meaning, remedy)

@@ -29,7 +29,7 @@ from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.sections import MODES, section
-from nvme_offload.perf.measure.training import layered_model
+from nvme_offload.perf.measure.training import bf16_params, layered_model
 
 CLIPPING = 1.0
 SMALL = 5000, 3
@@ -207,10 +207,7 @@ def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
 
 
 def _ours(count: int, numel: int, its: dict[str, Any], num_steps: int = 2) -> OffloadAdamW:
-    params = [Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(count)]
-    for param in params:
-        param.grad = torch.randn(numel).bfloat16()
-    optimizer = OffloadAdamW(params, lr=1e-3, offload=its)
+    optimizer = OffloadAdamW(bf16_params(count, numel), lr=1e-3, offload=its)
     for _ in range(num_steps):
         optimizer.step()
     return optimizer

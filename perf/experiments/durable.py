@@ -9,7 +9,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import torch
 import typer
 
 from nvme_offload import OffloadAdamW, OffloadOptimizer
@@ -18,8 +17,9 @@ from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.experiment import Row, run_experiment
-from nvme_offload.perf.measure.machine import storage_bytes
+from nvme_offload.perf.measure.machine import moved_since, storage_bytes
 from nvme_offload.perf.measure.sections import section
+from nvme_offload.perf.measure.training import bf16_params
 
 NAME = "benchmark-"  # the names of the measured runs begin with it
 _WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
@@ -49,11 +49,11 @@ def moved(
             _seconds(optimizer, max(_WARM_STEPS, rewrite_every))  # until all take turns
             before, waited = storage_bytes(), optimizer.stats().commit_wait_seconds
             seconds = _seconds(optimizer, steps)
-            after, stats = storage_bytes(), optimizer.stats()
-        if before is None or after is None:
+            moved, stats = moved_since(before), optimizer.stats()
+        if moved is None:
             raise RuntimeError("the kernel does not count here what the block layer moves: see proc(5), /proc/pid/io")
         elements, waited = steps * (millions * 1_000_000 // _TENSORS) * _TENSORS, stats.commit_wait_seconds - waited
-        read, written = ((b - a) / elements for a, b in zip(before, after, strict=True))
+        read, written = (size / elements for size in moved)
         shown = {"": name, "B read": f"{read:.2f}", "B written": f"{written:.2f}", "seconds": f"{seconds:.3f}"}
         shown |= {"waited for commits": f"{waited:.3f}", "commits": f"{stats.commits}"}
         return Row(shown, {"read": read, "written": written, "step_seconds": seconds, "commit_wait_seconds": waited})
@@ -147,14 +147,10 @@ def checkpoint(
 
 def optimizer_of(path: Path, millions: int, period: int) -> OffloadAdamW:
     """Make an optimizer of bf16 parameters that have gradients, with clipping; a `period` of 0: it is not durable."""
-    numel = millions * 1_000_000 // _TENSORS
-    params = [torch.nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(_TENSORS)]
-    for param in params:
-        param.grad = torch.randn(numel).bfloat16()
     lasts = {"durable": unused_name(), "rewrite_every": period} if period else {}
     state = {"buffer_count": 4, "staging_budget": "320MiB", **lasts}
     its = section(path, state=state, sub_group_size=4_194_304, gradient_clipping=1.0)
-    return OffloadAdamW(params, lr=1e-3, offload=its)
+    return OffloadAdamW(bf16_params(_TENSORS, millions * 1_000_000 // _TENSORS), lr=1e-3, offload=its)
 
 
 def settle(optimizer: OffloadOptimizer) -> None:

@@ -62,7 +62,6 @@ def bytes_of_steps(
     width: Width = 128,
     tokens: Tokens = 64,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 3,
-    order: Annotated[list[str] | None, typer.Option(help="micro_batch_order; repeat it. By default both.")] = None,
     in_backward: Annotated[bool, typer.Option(help="Update blocks in backward, without clipping.")] = False,
     rewrite_every: Annotated[int, typer.Option(min=0, help="Make the run durable with this period; 0: it is not.")] = 0,
     boundaries: Annotated[bool, typer.Option(help="Keep what enters blocks on NVMe, too.")] = False,
@@ -79,7 +78,7 @@ def bytes_of_steps(
         more["activations"] = {"device": "nvme", "nvme_path": str(path), "host_budget": "1MiB", "min_bytes": 4096}
 
     def outcomes() -> Iterator[Row]:
-        for each in order or _ORDERS:
+        for each in _ORDERS:
             torch.manual_seed(0)
             batches = torch.randn(count, tokens, width)
             lasts = {"durable": unused_name(), "rewrite_every": rewrite_every} if rewrite_every else {}
@@ -132,7 +131,7 @@ def measured(name: str, config: OffloadConfig, layers: int, width: int, batches:
         "peak_bytes": peak,
         "digest": digest.hexdigest()[:12],
     }
-    shown |= {"seconds": f"{more['seconds']:.2f}", "peak MiB": f"{(peak or 0) / 2**20:.0f}"}
+    shown |= {"seconds": f"{more['seconds']:.2f}", "peak MiB": f"{peak / 2**20:.0f}"}
     return Row(shown | {"weights": str(more["digest"])}, {**each, **more})
 
 

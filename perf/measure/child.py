@@ -78,13 +78,8 @@ class Child:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(content)
 
-    def expect(
-        self,
-        wanted: str,
-        on_other: Callable[[str, Any], None] = lambda kind, content: None,
-        within: float | None = None,
-    ) -> Any:
-        """Return the content of the next message of this kind; those before it go to `on_other`, with their kind.
+    def expect(self, wanted: str, within: float | None = None) -> Any:
+        """Return the content of the next message of this kind; those before it are passed over.
 
         After `within` seconds the child, with all that it started, is killed; None: it may take any time.
         """
@@ -105,7 +100,6 @@ class Child:
                 raise ChildFailedError(content)
             if kind == wanted:
                 return content
-            on_other(kind, content)
 
     def finish(self, wanted: str) -> Any:
         """Tell the child that nothing more will come, and wait for its last message, of this kind, and for its end."""

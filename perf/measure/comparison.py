@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 Arm = Callable[[], float]  # measures once. Gives bytes per second, or seconds: the same in both arms of a case.
 
@@ -46,7 +46,6 @@ class Comparison:
     name: str
     quads: tuple[Quad, ...]
     controls: tuple[Quad, ...] = ()
-    head: ClassVar = ("", "over the other (95 %)", "control", "quads", "seconds", "the other's")
 
     @property
     def ratio(self) -> float:
@@ -92,17 +91,18 @@ class Comparison:
             "interval_95": self.interval,
         }
 
-    def cells(self) -> list[str]:
-        """A row below `head`, for arms that give seconds."""
+    @property
+    def shown(self) -> dict[str, str]:
+        """A row by the heads of its columns, for arms that give seconds."""
         (low, high), (own, other) = self.interval, self.medians
-        return [
-            self.name,
-            f"{self.quotient:.3f} ({low:.3f} to {high:.3f})",
-            f"{self.control:.3f}",
-            f"{len(self.quads)}",
-            f"{own:.3f}",
-            f"{other:.3f}",
-        ]
+        return {
+            "": self.name,
+            "over the other (95 %)": f"{self.quotient:.3f} ({low:.3f} to {high:.3f})",
+            "control": f"{self.control:.3f}",
+            "quads": f"{len(self.quads)}",
+            "seconds": f"{own:.3f}",
+            "the other's": f"{other:.3f}",
+        }
 
 
 def _median_ratio(quads: Sequence[Quad]) -> float:

@@ -20,11 +20,8 @@ class CaseOutcome(Protocol):
     """Measuring one case has found this."""
 
     @property
-    def head(self) -> Sequence[str]:
-        """Heads of the columns of the table that it has a row of."""
-
-    def cells(self) -> list[str]:
-        """Its row of the table; the first cell says which case it is."""
+    def shown(self) -> Mapping[str, str]:
+        """Its row of the table, by the heads of the columns; the first cell says which case it is."""
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain types, for JSON."""
@@ -37,18 +34,9 @@ class Row:
     shown: Mapping[str, str]
     figures: Mapping[str, Any]
 
-    @property
-    def head(self) -> Sequence[str]:
-        """See `CaseOutcome`."""
-        return list(self.shown)
-
-    def cells(self) -> list[str]:
-        """See `CaseOutcome`."""
-        return list(self.shown.values())
-
     def to_dict(self) -> dict[str, Any]:
-        """See `CaseOutcome`."""
-        return {"name": self.cells()[0], **self.figures}
+        """All figures, and the name of the case."""
+        return {"name": next(iter(self.shown.values())), **self.figures}
 
 
 Found = TypeVar("Found", bound=CaseOutcome)
@@ -85,35 +73,35 @@ def run_experiment(
         facts = environment([path] if path else [])
         try:
             for outcome in outcomes:
-                row = outcome.cells()
+                row = list(outcome.shown.values())
                 known[row[0]] = outcome
                 say("  ".join(row))
                 if save_to:
                     found = list(known.values())
                     document = {"environment": facts, **asked, "results": [each.to_dict() for each in found]}
-                    text = page(title, facts, outcome.head, [each.cells() for each in found], notes(found))
+                    text = page(title, facts, [each.shown for each in found], notes(found))
                     files = save(save_to, name, json.loads(json.dumps(document)), text)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
     found, console = list(known.values()), Console()
     if found:
-        console.print(_table(found[0].head, [outcome.cells() for outcome in found], console))
+        console.print(_table([list(found[0].shown), *(list(each.shown.values()) for each in found)], console))
     for note in notes(found):
         console.print(note, soft_wrap=True, highlight=False)
     say_saved(files)
     return found
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+def _table(rows: Sequence[Sequence[str]], console: Console) -> Table:
     """Make a table that the console is wide enough for: with its columns as rows, or with cells of several lines."""
-    (first, *others), wide = zip(head, *rows, strict=True), console.options.update(max_width=1000)
-    tables = _filled(head, rows), _filled(first, others)
+    wide = console.options.update(max_width=1000)
+    tables = _filled(rows), _filled(list(zip(*rows, strict=True)))
     return next((each for each in tables if console.measure(each, options=wide).maximum <= console.width), tables[0])
 
 
-def _filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*(Column(each, overflow="fold") for each in head), box=None)
-    for row in rows:
+def _filled(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*(Column(each, overflow="fold") for each in rows[0]), box=None)
+    for row in rows[1:]:
         table.add_row(*row)
     return table

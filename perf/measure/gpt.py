@@ -54,7 +54,7 @@ class ModelSize:
 
 PRESETS = {
     "tiny": ModelSize(layers=2, width=64),
-    "small": ModelSize(layers=6, width=384, steps=64),
+    "small": ModelSize(layers=6, width=384, steps=32),
     "medium": ModelSize(layers=12, width=768),
 }
 

@@ -18,13 +18,15 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.drives import drive_of
 
 
-def _status_bytes(name: str) -> int | None:
-    """A size from /proc/self/status, or None where there is none."""
+def _status_bytes(name: str) -> int:
+    """A size from /proc/self/status."""
     field = status_field(name)
-    return None if field is None else int(field.removesuffix(" kB")) * 1024
+    if field is None:
+        raise RuntimeError(f"the kernel does not say {name} here: see proc(5), /proc/pid/status")
+    return int(field.removesuffix(" kB")) * 1024
 
 
-def settled_resident_bytes() -> int | None:
+def settled_resident_bytes() -> int:
     """Memory of this process that is resident now, without what the C library's allocator keeps for later."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
@@ -32,7 +34,7 @@ def settled_resident_bytes() -> int | None:
     return _status_bytes("VmRSS")
 
 
-def peak_resident_bytes() -> int | None:
+def peak_resident_bytes() -> int:
     """The most memory of this process that was resident since it began, or since `reset_peak_resident_bytes`.
 
     Not `getrusage`: its figure survives an exec and so includes the parent.
@@ -52,6 +54,12 @@ def storage_bytes() -> tuple[int, int] | None:
         return int(fields["read_bytes"]), int(fields["write_bytes"])
     except (OSError, KeyError, ValueError):
         return None
+
+
+def moved_since(before: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Bytes read and written since `storage_bytes` was this; None where the kernel does not count them."""
+    now = storage_bytes()
+    return None if before is None or now is None else (now[0] - before[0], now[1] - before[1])
 
 
 def num_cpus() -> int:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ RESULTS = Path(__file__).parent.parent / "results"
 _FLAT_LIST = re.compile(r"\[\s+([^][{}]*?)\s+\]")
 
 
-def page(
-    title: str, facts: dict[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
-) -> str:
-    """A Markdown page: a table with the environment under it."""
-    lines = [f"# {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- {note}" for note in (*notes, *describe(facts)))]
+def page(title: str, facts: dict[str, Any], rows: Sequence[Mapping[str, str]], notes: Sequence[str] = ()) -> str:
+    """A Markdown page: a table of rows, by the heads of the columns, with the environment under it."""
+    lines = [f"# {title}", "", *table(rows), "", *(f"- {note}" for note in (*notes, *describe(facts)))]
     return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a Markdown table of rows, by the heads of the columns."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (rows[0], *(row.values() for row in rows))]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:

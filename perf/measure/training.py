@@ -109,6 +109,14 @@ class Iteration:
         return self.forward + self.backward + self.step
 
 
+def bf16_params(count: int, numel: int) -> list[nn.Parameter]:
+    """Make parameters of so many elements each, which have gradients."""
+    params = [nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(numel).bfloat16()
+    return params
+
+
 class Training(AbstractContextManager["Training"]):
     """A model in `initialize`, given the same batch each time, with some iterations behind it.
 

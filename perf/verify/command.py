@@ -15,16 +15,12 @@ from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import (
     Json,
     KnobError,
-    SaveTo,
     byte_option,
     check_folder,
-    check_save,
     check_space,
     failures_in_words,
-    say_saved,
 )
 from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.results import page, save
 from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
 from nvme_offload.perf.verify.run import CHECKS
 from nvme_offload.perf.verify.run import verify as run_checks
@@ -48,7 +44,6 @@ def verify(
         byte_option("--size", text="Bytes to measure the drive with; by default 4GiB with a GPU, else 128MiB."),
     ] = None,
     as_json: Json = False,
-    save_to: SaveTo = None,
 ) -> None:
     """Verify bits and speed of training on this machine's GPU or CPU.
 
@@ -73,7 +68,7 @@ def verify(
             raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
         wanted = (check for name, check in CHECKS.items() if name in (only or CHECKS))
         names = [check.name for check in wanted if measure or not check.measures]
-        _check(site, names, save_to)
+        _check(site, names)
         accelerator = None if device is None else facts_of(device)
         say = Console(stderr=True)
         say.print(where(accelerator), highlight=False, soft_wrap=True)
@@ -89,12 +84,10 @@ def verify(
             typer.echo(json.dumps(document, default=str))
         else:
             show(outcomes, Console())
-        if save_to is not None:
-            say_saved(save(save_to, "verify", json.loads(json.dumps(document, default=str)), markdown(document)))
     raise typer.Exit(exit_status(outcomes))
 
 
-def _check(site: Site, names: list[str], save_to: Path | None) -> None:
+def _check(site: Site, names: list[str]) -> None:
     """Find what cannot work before anything starts."""
     check_folder("path", site.folder)
     if site.params < 1:
@@ -103,8 +96,6 @@ def _check(site: Site, names: list[str], save_to: Path | None) -> None:
         check_space(site.folder, site.params * BYTES_PER_PARAMETER)
     if "drive" in names:
         check_space(site.folder, site.size)
-    if save_to is not None:
-        check_save(save_to)
 
 
 _STYLES = {"ok": "green", "wrong": "bold red", "failed": "bold red", "left out": "yellow"}
@@ -135,13 +126,3 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     said = f"{len(outcomes) - len(bad) - len(left_out)} of {len(outcomes)} checks are as they should be"
     said += f"; left out: {', '.join(left_out)}" if left_out else ""
     return f"{said}; NOT: {', '.join(bad)}" if bad else said
-
-
-def markdown(document: dict[str, Any]) -> str:
-    """The document as a page."""
-    rows = [
-        (each["name"], each["text"], each["status"], each["found"], f"{each['seconds']:.1f} s")
-        for each in document["checks"]
-    ]
-    head = ("check", "what", "", "found", "took")
-    return page("Verification", document["environment"], head, rows, [where(document["accelerator"])])

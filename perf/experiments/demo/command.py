@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -73,18 +73,14 @@ class DemoSide(Child):
             "a step": f"{median(step.seconds for step in steps):.3f} s",
             "in step()": f"{median((step.returned_ns - step.called_ns) / 1e9 for step in steps):.3f} s",
             "of the ideal": f"{median(shares):.0%} ({steps[-1].limit})" if shares else UNKNOWN,
-            "peak memory": _mib(run.peak_bytes),
-            "the optimizer's": _mib(run.optimizer_bytes) if run.digests else "",
+            "peak memory": f"{run.peak_bytes / MIB:,.0f} MiB",
+            "the optimizer's": f"{run.optimizer_bytes / MIB:,.0f} MiB" if run.digests else "",
             "B read": _per_parameter(run, 0),
             "B written": _per_parameter(run, 1),
             "GB/s": f"{run.rate / 1e9:.2f}" if run.rate else "",
             "loss": f"{mean(step.loss for step in steps[-10:]):.4f}",
         }
         return Row(shown, {name: value for name, value in asdict(run).items() if name != "spans"})
-
-
-def _mib(size: int | None) -> str:
-    return UNKNOWN if size is None else f"{size / MIB:,.0f} MiB"
 
 
 def _per_parameter(run: DemoRun, way: int) -> str:
@@ -98,15 +94,13 @@ def demo(
     size: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}, or LAYERSxWIDTH such as 8x512.")] = "small",
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, help="Steps of each run, in eights; without it what fits the budget."),
+        typer.Option(min=1, max=100_000, help="Steps of each run, in eights; by default as many as the size has."),
     ] = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds that a run may train, without --steps.")] = 50.0,
     path: Annotated[
         Path | None,
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
     engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
 ) -> None:
     """Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit."""
@@ -122,11 +116,10 @@ def demo(
     )
     typer.echo(f"{title}; swap below {drive}.", err=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    limit = budget if steps is None else inf
     ended: list[DemoSide] = []
     with TemporaryDirectory(prefix="nvme-offload-demo-", dir=drive) as swap:
-        works = [partial(work, section_of(shape, engine, each), shape, seed, num_cpus()) for each in (Path(swap), None)]
-        measured = by_turns(works, ceil((steps or shape.steps) / (2 * TURN_STEPS)), limit, out, ended)
+        works = [partial(work, section_of(shape, engine, each), shape, num_cpus()) for each in (Path(swap), None)]
+        measured = by_turns(works, ceil((steps or shape.steps) / (2 * TURN_STEPS)), out, ended)
         with closing(measured):
             run_experiment("demo", title, measured, lambda _: conclusion(ended), path=drive, save_to=out, asked=asked)
     for line in pictures(ended[0].run, out):
@@ -153,18 +146,14 @@ def section_of(size: ModelSize, engine: str, swap: Path | None) -> dict[str, Any
     return section(swap, state={"buffer_count": 4}, sub_group_size=size.sub_group_size, aio=aio, gradient_clipping=1.0)
 
 
-def by_turns(
-    works: Sequence[Work], quads: int, seconds: float, out: Path, ended: list[DemoSide]
-) -> Generator[Row, None, None]:
+def by_turns(works: Sequence[Work], quads: int, out: Path, ended: list[DemoSide]) -> Generator[Row, None, None]:
     """Train both runs, a few steps each in turn, so that the machine's moods are those of both.
 
-    Both end after these quads, or when the one on NVMe has used up its seconds; then they are in `ended`.
+    Both end after these quads; then they are in `ended`.
     """
     with DemoSide("state on NVMe", works[0], out) as nvme, DemoSide("state in memory", works[1], out) as memory:
         for _ in Case(name="demo", ours=nvme.turn, reference=memory.turn, has_control=False).measure(quads):
             yield from (nvme.row(), memory.row())
-            if sum(step.seconds for step in nvme.run.steps) >= seconds:
-                break
         for side in (nvme, memory):
             side.end()
             ended.append(side)

@@ -14,10 +14,11 @@ from nvme_offload import OffloadAdamW
 from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.perf.measure.child import Send
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus
-from nvme_offload.perf.measure.machine import peak_resident_bytes, settled_resident_bytes, storage_bytes
+from nvme_offload.perf.measure.machine import moved_since, peak_resident_bytes, settled_resident_bytes, storage_bytes
 
 MICRO_BATCH, ACCUMULATION = 8, 2
 LEARNING_RATE = 2e-3
+SEED = 0  # of weights and batches
 LEARNING_RATE_WIDTH = 384  # wider models get less, in proportion
 WARM_UP_PASSES = 2
 DIGESTED = ("master", "exp_avg", "exp_avg_sq")
@@ -53,8 +54,8 @@ class DemoRun:
     num_parameters: int
     steps: list[Step] = field(default_factory=list)
     spans: set[Span] = field(default_factory=set)
-    peak_bytes: int | None = None
-    optimizer_bytes: int | None = None
+    peak_bytes: int = 0
+    optimizer_bytes: int = 0
     """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
     kernel_bytes: tuple[int, int] | None = None  # bytes read and written by the process, as the kernel counts them
     counted_bytes: tuple[int, int] = (0, 0)  # the same as the optimizer counts them
@@ -84,16 +85,16 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def work(section: dict[str, Any], size: ModelSize, seed: int, threads: int, told: Iterator[Any], send: Send) -> None:
+def work(section: dict[str, Any], size: ModelSize, threads: int, told: Iterator[Any], send: Send) -> None:
     """Train in a child process: it is told numbers of steps, and sends its run; after each it is quiet until the next.
 
     What the optimizer holds on a drive is gone at the end, also after an error.
     """
     torch.set_num_threads(threads)  # the same in every process: arithmetic is repeatable
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     # Processors without bf16 instructions take many times as long to compute in bf16.
     model = ByteGPT(size, CONTEXT, torch.float32).bfloat16()
-    stream = batches(load_corpus(), MICRO_BATCH, seed)
+    stream = batches(load_corpus(), MICRO_BATCH, SEED)
     before = _warm_up(model, stream)
     with OffloadAdamW(
         model.parameters(),
@@ -117,16 +118,16 @@ def work(section: dict[str, Any], size: ModelSize, seed: int, threads: int, told
             optimizer.synchronize()
             run.spans.update(optimizer.timeline())  # what ran on behind the last step
             run.peak_bytes, run.stats = peak_resident_bytes(), asdict(optimizer.stats())
-            run.kernel_bytes = _since(by_kernel, storage_bytes())
-            run.counted_bytes = _since(counted, _moved(optimizer)) or (0, 0)
+            run.kernel_bytes = moved_since(by_kernel)
+            now = _moved(optimizer)
+            run.counted_bytes = now[0] - counted[0], now[1] - counted[1]
             send("run", run)
-        after = settled_resident_bytes()
-        run.optimizer_bytes = None if before is None or after is None else after - before
+        run.optimizer_bytes = settled_resident_bytes() - before
         run.digests = _digest_all(model, optimizer)
     send("run", run)
 
 
-def _warm_up(model: nn.Module, stream: Batches) -> int | None:
+def _warm_up(model: nn.Module, stream: Batches) -> int:
     """Forward and backward that change nothing; gives the memory that is resident afterwards.
 
     An optimizer of torch's is made, too: the first one of a process imports much of torch that is not our doing.
@@ -165,10 +166,6 @@ def _step(model: nn.Module, optimizer: OffloadAdamW, stream: Batches) -> Step:
 def _moved(optimizer: OffloadAdamW) -> tuple[int, int]:
     stats = optimizer.stats()
     return stats.bytes_read, stats.bytes_written
-
-
-def _since(before: tuple[int, int] | None, now: tuple[int, int] | None) -> tuple[int, int] | None:
-    return None if before is None or now is None else (now[0] - before[0], now[1] - before[1])
 
 
 def _digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:

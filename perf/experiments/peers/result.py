@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from nvme_offload.perf.measure.gpt import parse_size
 ENVIRONMENTS = Path(__file__).resolve().parents[3]
 """`make compare` makes an environment here for each peer that needs one."""
 ITERATIONS = 2  # iterations of a turn
-HEAD = ("", "iteration", "times ours", "peak memory", "B read", "B written", "distance")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Seen:
     distance: float | None = None
     """The distance of its weights from those of the run in memory, by how far those have moved; 0: the same bits."""
     bits_of_ours: bool = False  # whether its weights have the bits that ours on NVMe has
-    head: ClassVar = HEAD
 
     @property
     def times_ours(self) -> float | None:
@@ -80,22 +78,21 @@ class Seen:
         """In plain types, for JSON."""
         return {**asdict(self), "quads": [quad.rates for quad in self.quads], "times_ours": self.times_ours}
 
-    def cells(self) -> list[str]:
-        """Its row below `HEAD`."""
-        name = self.contender.text + (f" ({self.version})" if self.version else "")
+    @property
+    def shown(self) -> dict[str, str]:
+        """Its row, by the heads of the columns."""
+        row = dict.fromkeys(("", "iteration", "times ours", "peak memory", "B read", "B written", "distance"), "")
+        row[""] = self.contender.text + (f" ({self.version})" if self.version else "")
         if self.problem is not None or self.ended is None:
-            return [name, "cannot" if self.problem else "not yet", *[""] * (len(HEAD) - 2)]
-        moved = self.ended.moved
-        per_step = [f"{count / self.numel / self.ended.iterations:.1f}" for count in moved] if moved else ["", ""]
-        times, of_ours = self.times_ours, ", the bits of ours" if self.bits_of_ours else ""
-        return [
-            name,
-            f"{median(self.seconds):.2f} s",
-            "1" if times is None else f"{times:.2f}",
-            "" if self.ended.peak_bytes is None else format_bytes(self.ended.peak_bytes),
-            *per_step,
-            "" if self.distance is None else f"{self.distance:.1e}{of_ours}" if self.distance else "0",
-        ]
+            return row | {"iteration": "cannot" if self.problem else "not yet"}
+        for head, count in zip(("B read", "B written"), self.ended.moved or (), strict=False):
+            row[head] = f"{count / self.numel / self.ended.iterations:.1f}"
+        if self.distance is not None:
+            of_ours = ", the bits of ours" if self.bits_of_ours else ""
+            row["distance"] = f"{self.distance:.1e}{of_ours}" if self.distance else "0"
+        times = "1" if self.times_ours is None else f"{self.times_ours:.2f}"
+        peak = format_bytes(self.ended.peak_bytes)
+        return row | {"iteration": f"{median(self.seconds):.2f} s", "times ours": times, "peak memory": peak}
 
 
 def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:

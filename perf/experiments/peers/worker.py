@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 from nvme_offload import initialize
 from nvme_offload.perf.measure.child import Send
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
-from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, storage_bytes, version_of
+from nvme_offload.perf.measure.machine import (
+    moved_since,
+    peak_resident_bytes,
+    reset_peak_resident_bytes,
+    storage_bytes,
+    version_of,
+)
 from nvme_offload.perf.measure.sections import MODES, section
 
 SEED = 0
@@ -45,7 +51,7 @@ class Ended:
     """The child saw this of itself, the first iteration left out."""
 
     iterations: int
-    peak_bytes: int | None  # most resident memory while it trained
+    peak_bytes: int  # most resident memory while it trained
     moved: tuple[int, int] | None  # bytes read and written, as the kernel counts them
 
 
@@ -77,8 +83,7 @@ def work(told: Iterator[Any], send: Send) -> None:
         seconds[-1] += time.perf_counter() - start
         iterations += count
         send("turn", (seconds, losses))
-    peak, after = peak_resident_bytes(), storage_bytes()
-    moved = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    peak, moved = peak_resident_bytes(), moved_since(before)
     torch.save({name: weight.clone() for name, weight in trainer.weights()}, order.weights)
     trainer.close()
     send("ended", Ended(iterations, peak, moved))

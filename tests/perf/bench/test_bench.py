@@ -23,7 +23,6 @@ from nvme_offload.perf.bench import report
 from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.command_line import Settings
-from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
 from tests.perf.documents import write_bench
@@ -92,15 +91,6 @@ def test_of_a_drive_that_became_slow_its_end_is_planned_with(tmp_path, rates, pl
     ) == (planned == 1e9)
     result = {"summary": summary}
     assert Drives.of_bench(write_bench(tmp_path / "bench.json", result)).write == planned
-
-
-def test_a_saved_comparison_has_a_ratio_for_each_quad():
-    compared = Comparison("read", (Quad((3.0, 1.0, 1.0, 3.0)),) * 3, (Quad((2.0, 2.0, 2.0, 2.0)),) * 3).to_dict()
-    kept = report.summarized({"results": {}, "comparison": {"version": "fio-3", "read": compared}})["comparison"]
-    assert kept["version"] == "fio-3"
-    assert (kept["read"]["ratios"], kept["read"]["control_ratios"]) == ([3.0] * 3, [1.0] * 3)
-    assert kept["read"]["quotient"] == 3.0
-    assert not {"quads", "controls"} & kept["read"].keys()
 
 
 def test_plan_reads_what_was_printed_and_what_was_saved(tmp_path):

@@ -526,18 +526,6 @@ class TestEngines:
         (document,) = examine_confined([""], tmp_path, forbid=["enter"])
         assert (document["engine"], document["exit_status"]) == ("aiofiles", 1)
 
-    def test_little_locked_memory(self, tmp_path):
-        small = write_config(
-            tmp_path / "c.json", {"zero_optimization": {"offload_optimizer": {"staging_budget": "1MiB"}}}
-        )
-        (document,) = examine_confined([small], ordinary_user=True, memlock_bytes=64 * 1024)
-        if document["engine"] != "io_uring":
-            pytest.skip("io_uring is not available here")
-        found = findings_of(document)
-        assert (found["registered buffers"]["level"], document["level"] == "error") == ("note", False)
-        assert found["registered buffers"]["found"] == "1 MiB of staging buffers are refused by RLIMIT_MEMLOCK"
-        assert found["registered buffers"]["remedy"].startswith("ulimit -l 2048 ")
-
     def test_a_build_without_liburing(self, monkeypatch):
         why = "the package was built without liburing. Install its development files"
         monkeypatch.setattr(engines, "probe_errno", lambda entries: 0)

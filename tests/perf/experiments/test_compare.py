@@ -80,7 +80,7 @@ def test_a_row_and_a_picture(tmp_path):
     found = Seen(
         MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
     )
-    assert found.cells()[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
+    assert list(found.shown.values())[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
     readme.draw([found, Seen(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
     drawn = (tmp_path / "picture.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")

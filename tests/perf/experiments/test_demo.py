@@ -127,7 +127,7 @@ def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     name = "byte_embedding.weight exp_avg"
     runs[1].digests = runs[1].digests | {name: "0" * 64}
 
-    def by_turns(works, quads, seconds, out, ended):
+    def by_turns(works, quads, out, ended):
         for run in runs:
             ended.append(SimpleNamespace(run=run))
             yield Row({"": str(len(ended))}, {})
@@ -156,7 +156,6 @@ def test_differences_names_losses_and_missing_digests(runs):
         (["--steps", "0"], "--steps"),
         (["--engine", "libaio"], "'io_uring'"),
         (["--path", "/does/not/exist"], "is no directory"),
-        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_wrong_values_are_refused(arguments, message, tmp_path):
@@ -208,15 +207,6 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     assert demo_process.returncode == 130
     assert "interrupted, nothing is left behind" in rest
     assert {path.suffix for path in tmp_path.iterdir()} <= {".log", ".json", ".md"}, "what was known by then stays"
-
-
-@pytest.mark.slow
-def test_a_budget_that_is_used_up_ends_both_runs_after_the_same_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "TURN_STEPS", 2)
-    monkeypatch.setattr(Step, "seconds", 0.5)
-    code, _ = output_of("--size", "tiny", "--budget", "1.5", "--out", str(tmp_path))
-    assert code == 0
-    assert [len(run["steps"]) for run in document_in(tmp_path)["results"]] == [4, 4]
 
 
 @pytest.mark.parametrize("text", [*gpt.PRESETS, "1x64", "3x128"])

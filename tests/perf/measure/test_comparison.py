@@ -70,5 +70,5 @@ def test_what_is_known_after_each_quad():
         name="a case", ours=lambda: next(seconds), reference=lambda: next(seconds), has_control=False
     ).measure(2)
     assert first.quotient == pytest.approx(0.8)
-    assert found.cells() == ["a case", "0.750 (0.700 to 0.800)", "1.000", "2", "0.750", "1.000"]
+    assert list(found.shown.values()) == ["a case", "0.750 (0.700 to 0.800)", "1.000", "2", "0.750", "1.000"]
     assert [quad[0] for quad in found.to_dict()["quads"]] == [0.8, 0.7]
