@@ -29,21 +29,13 @@ def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
             remedy = f"echo {min(hardware, block // KiB)} | sudo tee {queue}/max_sectors_kb"
         meaning = f"the kernel splits each request of {format_bytes(block)} into {-(-block // largest)}"
         yield saw("request size", f"the drive takes {format_bytes(largest)} at once").note(meaning, remedy)
-    asked = config.aio.queue_depth * config.aio.rings * -(-block // (largest or block))
-    if drive.nr_requests is not None and asked > drive.nr_requests:
-        found = f"{asked} requests in flight are configured, the queue holds {drive.nr_requests}"
-        meaning = "the rest waits in the kernel: a deeper queue brings nothing"
-        remedy = f"write a smaller aio.queue_depth, or echo {asked} | sudo tee {queue}/nr_requests"
-        yield saw("queue depth", found).note(meaning, remedy)
 
 
 def _kind(drive: Drive) -> Finding:
     words = [
         {True: "rotational", False: "not rotational", None: "rotation unknown"}[drive.rotational],
         f"scheduler {drive.scheduler}",
-        f"blocks of {drive.logical_block_bytes} B ({drive.physical_block_bytes} B physical)",
         f"{drive.nr_requests} requests of up to {drive.max_sectors_kb} KiB",
-        "discard" if drive.discard_bytes else "no discard",
     ]
     model = f" ({drive.model})" if drive.model else ""
     members = f" on {', '.join(drive.members)}" if drive.members else ""

@@ -19,12 +19,9 @@ class Drive:
     members: tuple[str, ...]  # names of the disks below it, for a combination
     rotational: bool | None
     scheduler: str | None
-    logical_block_bytes: int | None
-    physical_block_bytes: int | None
     nr_requests: int | None
     max_sectors_kb: int | None
     max_hw_sectors_kb: int | None
-    discard_bytes: int | None  # bytes of the largest discard; 0 where there is none
 
     @property
     def disks(self) -> tuple[str, ...]:
@@ -64,12 +61,9 @@ def _read_drive(directory: Path) -> Drive:
         members=tuple(sorted(_members(directory))),
         rotational=None if rotational is None else bool(rotational),
         scheduler=active[1] if active else scheduler,
-        logical_block_bytes=read_int(queue / "logical_block_size"),
-        physical_block_bytes=read_int(queue / "physical_block_size"),
         nr_requests=read_int(queue / "nr_requests"),
         max_sectors_kb=read_int(queue / "max_sectors_kb"),
         max_hw_sectors_kb=read_int(queue / "max_hw_sectors_kb"),
-        discard_bytes=read_int(queue / "discard_max_bytes"),
     )
 
 

@@ -30,7 +30,6 @@ from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_written, read_records
 from nvme_offload.perf.measure.drives import drive_of, temperature
-from nvme_offload.perf.plan.machine import Drives, MachineError
 
 PARTS = {
     "computing": "iteration_compute_seconds",
@@ -59,14 +58,13 @@ def drive_rows(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
             yield path, name, "-" if warmth is None else f"{warmth:.0f} °C"
 
 
-def view(run: RunOnShow, limit: float | None, now: float, *, lines: int | None = None) -> RenderableType:
+def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
-    `limit`: bytes per second that its drives reach reading and writing at once; None: the most that the run has seen.
     `lines`: those of the terminal; with fewer than `WHOLE_LINES` it is not shown where everything is, which stays.
     """
     record = run.record
-    parts = [_now(record, limit), _iteration(record["scalars"], record["limit"])]
+    parts = [_now(record), _iteration(record["scalars"], record["limit"])]
     if moved := _step_rows(record):
         parts.insert(0, _table(STEP_HEAD, moved))
     if lines is None or lines >= WHOLE_LINES:
@@ -129,20 +127,20 @@ def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _now(record: Mapping[str, Any], limit: float | None) -> Table:
+def _now(record: Mapping[str, Any]) -> Table:
     """Rates since the record before."""
     since, table = record["since"], _grid()
     scalars = record["scalars"]
     if since and since["seconds"] > 0:
         seconds, busy = since["seconds"], since["drive_busy_seconds"]
         moved = since["bytes_read"] + since["bytes_written"]
-        of = limit or record["peak_rate"]
+        most = record["peak_rate"]
         rate = moved / busy if busy else 0.0
         table.add_row("read", format_rate(since["bytes_read"] / seconds))
         table.add_row("written", format_rate(since["bytes_written"] / seconds))
-        table.add_row("rate while busy", format_rate(rate), _bar(rate / of if of else 0.0))
-        if of:
-            table.add_row("  bench measured" if limit else "  the most in this run", format_rate(of))
+        table.add_row("rate while busy", format_rate(rate), _bar(rate / most if most else 0.0))
+        if most:
+            table.add_row("  the most in this run", format_rate(most))
         table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds))
     depth, most = scalars["achieved_depth"], record["queue_depth"]
     table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most), record["engine"])
@@ -186,9 +184,6 @@ def top(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run directory, a folder of such, or the file of run_log.")
     ],
-    bench: Annotated[
-        Path | None, typer.Option(help="File in which offload bench --json measured the drives; it is the limit shown.")
-    ] = None,
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the latest records as lines of JSON.")] = False,
@@ -198,10 +193,6 @@ def top(
     On a terminal it is live until the run ends or you type q; before the first step it waits. Elsewhere it looks once.
     Nothing of the run is touched.
     """
-    try:
-        limit = Drives.of_bench(bench).mixed if bench else None
-    except MachineError as error:
-        raise typer.BadParameter(str(error), param_hint="'--bench'") from None
     console = Console(highlight=False)
     is_live = console.is_terminal and not once and not as_json
     try:
@@ -215,21 +206,21 @@ def top(
         for each in found:
             typer.echo(json.dumps(each.record))
     elif is_live:
-        _watch(run, found, limit, interval, console)
+        _watch(run, found, interval, console)
     else:
-        console.print(_page(found, limit))
+        console.print(_page(found))
 
 
-def _page(runs: list[RunOnShow], limit: float | None, lines: int | None = None) -> RenderableType:
+def _page(runs: list[RunOnShow], lines: int | None = None) -> RenderableType:
     now = time.time()
-    return Group(*(view(run, limit, now, lines=lines) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
+    return Group(*(view(run, now, lines=lines) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
 
 
-def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: float, console: Console) -> None:
+def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console) -> None:
     """Look again and again, until every run is over or the user types q or Ctrl-C; those that are gone stay as last."""
     with (
         suppress(KeyboardInterrupt),
-        Live(_page(runs, limit, console.height), console=console, auto_refresh=False) as live,
+        Live(_page(runs, console.height), console=console, auto_refresh=False) as live,
         Keyboard() as keyboard,
     ):
         while not runs or not all(run.is_over for run in runs):
@@ -239,7 +230,7 @@ def _watch(path: Path, runs: list[RunOnShow], limit: float | None, interval: flo
             with suppress(NoRunError):
                 found = {run.key: run for run in runs_of(path)}
             runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
-            live.update(_page(runs, limit, console.height), refresh=True)
+            live.update(_page(runs, console.height), refresh=True)
 
 
 class Keyboard:

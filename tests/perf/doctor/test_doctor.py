@@ -235,7 +235,7 @@ class TestFolders:
     def test_two_on_one_drive(self, tmp_path, monkeypatch):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
-        disk = drives.Drive("nvme0n1", None, (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
+        disk = drives.Drive("nvme0n1", None, (), False, "none", 1023, 1280, 1280)
         monkeypatch.setattr(paths, "find_drive", lambda number, mount: disk)
         finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
         assert finding["level"] == "note"
@@ -349,9 +349,8 @@ def sys_tree(tmp_path, monkeypatch):
     def make(number, name, partition=None, members=(), **queue):
         disk = root / "devices" / name
         (disk / "queue").mkdir(parents=True)
-        usual = {"rotational": 0, "scheduler": "[none] mq-deadline", "logical_block_size": 512}
-        usual |= {"physical_block_size": 4096, "nr_requests": 1023, "max_sectors_kb": 1280, "max_hw_sectors_kb": 2048}
-        for key, value in (usual | {"discard_max_bytes": 1 << 30} | queue).items():
+        usual = {"rotational": 0, "scheduler": "[none] mq-deadline", "nr_requests": 1023}
+        for key, value in (usual | {"max_sectors_kb": 1280, "max_hw_sectors_kb": 2048} | queue).items():
             (disk / "queue" / key).write_text(f"{value}\n")
         for member in members:
             (disk / "slaves" / member).mkdir(parents=True)
@@ -391,8 +390,6 @@ class TestDrives:
             ({"scheduler": "none [bfq]"}, "scheduler", "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler"),
             ({"max_sectors_kb": 128}, "request size", "echo 1024 | sudo tee /sys/block/nvme0n1/queue/max_sectors_kb"),
             ({"max_sectors_kb": 128, "max_hw_sectors_kb": 128}, "request size", "takes no larger ones"),
-            ({"nr_requests": 31}, "queue depth", "echo 32 | sudo tee /sys/block/nvme0n1/queue/nr_requests"),
-            ({"nr_requests": 255, "max_sectors_kb": 128}, "queue depth", "echo 256 |"),
         ],
     )
     def test_queues_that_do_not_suit(self, sys_tree, queue, check, words):

@@ -18,7 +18,7 @@ from nvme_offload.perf import cli
 from nvme_offload.perf.measure import drives
 from nvme_offload.perf.top import command
 from nvme_offload.perf.top.command import RunOnShow, drive_rows, runs_of
-from tests.perf.documents import record, write_bench
+from tests.perf.documents import record
 
 PATIENCE = 60
 TRAIN = """
@@ -106,7 +106,7 @@ def test_it_fits_80_columns(log):
 
 def test_a_terminal_of_24_lines_shows_a_run_with_every_kind_on_a_drive(capsys):
     kinds = {key: {"read": 1, "written": 1} for key in ("optimizer state", "parameters", "gradients")}
-    Console(width=80).print(command.view(RunOnShow(RECORD | {"planned": kinds}), None, 0.0, lines=24))
+    Console(width=80).print(command.view(RunOnShow(RECORD | {"planned": kinds}), 0.0, lines=24))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert "steps in" in lines[-1]
@@ -204,14 +204,8 @@ def test_a_run_that_was_killed_is_not_called_live(tmp_path):
     assert runs_of(tmp_path)[0].is_over
 
 
-def test_the_limit_of_a_benchmark_takes_the_place_of_the_runs_own(log, tmp_path):
-    bench = write_bench(tmp_path / "bench.json")
-    assert "bench measured 6.00 GB/s" in shown(offload(log, "--bench", bench).output)
-    assert offload(log, "--bench", log).exit_code == 2
-
-
 def test_the_warmth_of_drives_stands_beside_a_run(monkeypatch):
-    drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 512, 4096, 1023, 1280, 1280, 1)
+    drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 1023, 1280, 1280)
     monkeypatch.setattr(command, "drive_of", lambda path: drive)
     for warmth, shown in ((51.0, "51 °C"), (None, "-")):
         monkeypatch.setattr(command, "temperature", lambda disk, told=warmth: told)
