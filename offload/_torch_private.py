@@ -21,55 +21,11 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten as tree_flatten  # as every tensor subclass of torch's walks arguments
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# ``torch.utils._pytree``: how every tensor subclass in torch itself walks the arguments of an operator.
-__all__ = [
-    "ATTENTION",
-    "METADATA_GLOBALS",
-    "argument_of",
-    "base_of",
-    "fake_tensors",
-    "foreach_of",
-    "fsdp_groups",
-    "fsdp_param_groups",
-    "fsdp_params",
-    "gathered_params",
-    "give_shard",
-    "has_context",
-    "install_extension",
-    "is_cast",
-    "is_view",
-    "local_tensor",
-    "make_wrapper",
-    "not_compiled",
-    "num_backwards_left",
-    "own_initializer",
-    "refuse_conversion",
-    "refuse_writes",
-    "replace_calls",
-    "run_operators",
-    "running_last_before_load",
-    "shard_offsets",
-    "sharded_like",
-    "state_dict_hooks",
-    "storage_identity",
-    "storage_info",
-    "storage_place",
-    "store_of_all_ranks",
-    "top_saved_tensor_hooks",
-    "tree_flatten",
-    "tree_unflatten",
-    "version_of",
-    "watching",
-    "without_base",
-    "without_torch_function",
-    "written_arguments",
-    "written_tensors",
-]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -16,7 +16,9 @@ from functools import cache
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.optim._kernels import LoggedStep, Segment, SummedMemory
+from nvme_offload.optim._kernels import LoggedStep as LoggedStep
+from nvme_offload.optim._kernels import Segment as Segment
+from nvme_offload.optim._kernels import SummedMemory
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -28,21 +30,6 @@ CHUNK_NUMEL = 256 * TILE_NUMEL
 """Elements that a device works on at a time: seven fp32 tensors of them are needed besides."""
 
 _INF_BITS, _QUIET_BIT, _UPPER, _MAGNITUDE = 0x7F800000, 0x00400000, -0x10000, 0x7FFFFFFF
-
-__all__ = [
-    "CHUNK_NUMEL",
-    "REVISION",
-    "GradDtype",
-    "KernelPool",
-    "LoggedStep",
-    "OnAccelerator",
-    "Segment",
-    "available_isas",
-    "make_logged_step",
-    "make_segment",
-    "ordered_sum",
-    "tile_weights",
-]
 
 
 class GradDtype(enum.IntEnum):

@@ -308,7 +308,7 @@ class OffloadOptimizer(Optimizer):
             SwapIOError, CorruptionError: it cannot be read, or not be written. Where something is updated already a
                 checkpoint leads on.
         """
-        self._stepper.catch_up()
+        self._stepper.final.catch_up()
 
     def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
         """Let the updates of a plain module's parameters overlap with its passes, as ``overlap_step`` says.
@@ -349,7 +349,7 @@ class OffloadOptimizer(Optimizer):
         if not set_to_none:
             self.store.wait_for_updates()
         self._stepper.clip_first = 1.0
-        self._stepper.drop_begun()
+        self._stepper.final.drop_begun()
         super().zero_grad(set_to_none)
 
     @property

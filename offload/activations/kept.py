@@ -76,11 +76,6 @@ class SavedRecord:
         return self.version == version and (aliases or self.number >= since)
 
     @property
-    def takes_memory(self) -> bool:
-        """Whether its bytes take memory, or are about to."""
-        return self.residency is not ActivationResidency.TIER
-
-    @property
     def holder(self) -> Holder | None:
         """The memory that its handles share; None where nobody has one any more."""
         return self._holder() if self._holder is not None else None

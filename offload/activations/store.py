@@ -144,10 +144,6 @@ class DeviceSide:
             self.memory = TargetPool(self._host_budget, lambda region: self._locks.lock(region, device, remedy))
         return self.copies
 
-    def is_used_by(self, device: torch.device) -> bool:
-        """Whether tensors of a device can leave it."""
-        return is_device(device) and (self.copies is None or self.copies.device == device)
-
     def close(self) -> None:
         """Wait for all copies. Idempotent."""
         copies, self.copies = self.copies, None
@@ -217,7 +213,8 @@ class ActivationStore:
         """Whether tensors leave a device: the one that the process uses does, and of host memory what has a drive."""
         if is_host(device):
             return self._swapper is not None
-        return self._device.is_used_by(device)
+        copies = self._device.copies
+        return is_device(device) and (copies is None or copies.device == device)
 
     def _has_room_for(self, tensor: torch.Tensor) -> bool:
         return self._stats.held_bytes + tensor.untyped_storage().nbytes() <= self._stats.host_budget
@@ -332,7 +329,7 @@ class ActivationStore:
             self._queue.pop(number, None)
             if self._by_storage.get(record.key) == number:
                 del self._by_storage[record.key]
-            if record.takes_memory:
+            if record.residency is not ActivationResidency.TIER:
                 self._stats.add(held_bytes=-record.size_bytes)
             if record.transfer is not None and self._swapper is not None:
                 with suppress(ClosedError):

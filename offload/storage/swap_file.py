@@ -63,10 +63,6 @@ class SwapFile:
         """First byte after the last range handed out."""
         return self.ranges.end
 
-    def go_back_to(self, ranges: FreeList) -> None:
-        """Hand out what was handed out when `ranges` was copied, and no more."""
-        self.ranges.become(ranges)
-
     def share_ranges(self, other: SwapFile) -> None:
         """Have the ranges that another file hands out, for a copy of it."""
         self.ranges = other.ranges

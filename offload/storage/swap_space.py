@@ -304,7 +304,7 @@ class _AllOrNothing:
             for stripes in [stripes for stripes, serial in self._owned.items() if serial > self._last]:
                 del self._owned[stripes]
             for file, ranges in zip(self._files, self._before, strict=True):
-                file.go_back_to(ranges)
+                file.ranges.become(ranges)
 
 
 def _append(stripes: list[Stripe], stripe: Stripe) -> None:

@@ -47,7 +47,7 @@ def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
     gives fp32. What the model returns straight from such a module is fp32, wherever that was registered; and so is, for
     the model's own code, what the last module that has parameters gives: nothing after it computes in 16 bits.
     """
-    if not plan.keeps_fp32_modules:
+    if not {precision.compute for precision in plan.parameters.values()} > {torch.float32}:
         return
     named = {param for name, param in model.named_parameters() if name in plan.named_fp32}
     bordered = list(_outermost_within(model, named))

@@ -121,11 +121,6 @@ class PrecisionPlan:
         return MixedPrecisionPolicy(precision.gather, precision.reduce, cast_forward_inputs=casts)
 
     @property
-    def keeps_fp32_modules(self) -> bool:
-        """Whether some parameters of a 16-bit model are fp32."""
-        return {precision.compute for precision in self.parameters.values()} > {torch.float32}
-
-    @property
     def own(self) -> dict[str, torch.dtype]:
         """Return the dtype of each parameter by name, as the forward has it; see `ParameterPrecision.own`."""
         return {name: precision.own for name, precision in self.parameters.items()}

@@ -110,11 +110,6 @@ class Inbox:
         """Return False until the step before is known to last, and where the guess is wrong."""
         return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
 
-    @property
-    def may_take_back(self) -> bool:
-        """Whether updates may be taken back, and done again with the same gradients."""
-        return self.guess is not None
-
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
         """Return a gradient's tile sums; `final` marks when one on a device can be read."""
         if final is None or not self._store.mirror.is_in_use:

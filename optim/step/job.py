@@ -27,10 +27,6 @@ class Source(Protocol):
     def allows(self, slot: SlotRecord) -> bool:
         """Return whether a subgroup that is ready may be updated now."""
 
-    @property
-    def may_take_back(self) -> bool:
-        """Whether updates may be taken back, and done again with the same gradients."""
-
 
 class StepJob:
     """The worker's job for one step, BEGUN or BEHIND.
@@ -117,7 +113,7 @@ class StepJob:
         if record.phase is StepPhase.BEHIND and not record.pending:
             self._finish()
         is_used = block not in map(self._block_of, record.inputs.grads)
-        if source is not None and not source.may_take_back and is_used:
+        if source is not None and record.claims.way_back is None and is_used:
             store.blocks.forget_gradients(block)
         store.worker.wake()
 

@@ -82,18 +82,10 @@ class Stepper:
                 self._settle_commit()
         self.final.expect_step(Backward(after_next_backward, by_turns))
 
-    def catch_up(self) -> None:
-        """See `OffloadOptimizer.catch_up`."""
-        self.final.catch_up()
-
     def _settle_commit(self) -> None:
         """Know whether the commit of the step before lasts. Collective where several ranks step together."""
         if self._commits is not None and not self._commits.is_settled:
             self._commits.settle()
-
-    def drop_begun(self) -> None:
-        """See `FinalGradients.drop_begun`."""
-        self.final.drop_begun()
 
     def step(self, groups: Sequence[Mapping[str, Any]], loss_scale: float | None, found_inf: bool | None) -> None:
         """Update every parameter of the groups that has a gradient.
@@ -266,7 +258,7 @@ class Stepper:
         self.total_norm = (norm or 0.0) * inv_scale
         if not math.isfinite(self.total_norm):
             if not self._store.config.skip_non_finite:
-                self.drop_begun()
+                self.final.drop_begun()
                 raise ValueError(
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
