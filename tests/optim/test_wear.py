@@ -5,18 +5,17 @@ import re
 import pytest
 import torch
 
-from nvme_offload import ConfigError, OffloadAdamW
+from nvme_offload import OffloadAdamW
 from nvme_offload.offload.durable.rewrite_every import DurableRates
 from nvme_offload.offload.units import TB
 from nvme_offload.optim.durable import wear
-from tests.support.training import assert_same_bits, params_of, section, snapshot, take_steps
+from tests.support.training import assert_same_bits, params_in, params_of, section, snapshot, take_steps
 
 
 def optimizer_of(path, **keys):
     made = section(path, sub_group_size=65536)
     made["zero_optimization"]["offload_optimizer"] |= {"staging_budget": "32MiB", **keys}
-    params = params_of([(70_001,), (999,)], torch.bfloat16)
-    return params, OffloadAdamW(params, offload=made)
+    return OffloadAdamW(params_of([(70_001,), (999,)], torch.bfloat16), offload=made)
 
 
 @pytest.fixture
@@ -28,9 +27,8 @@ def clock(monkeypatch):
 
 
 def test_bytes_a_day_and_days_of_life(drive, clock):
-    params, optimizer = optimizer_of(drive, endurance="600TB")
-    with optimizer:
-        take_steps(optimizer, params, 0)
+    with optimizer_of(drive, endurance="600TB") as optimizer:
+        take_steps(optimizer, params_in(optimizer), 0)
         optimizer.synchronize()
         assert optimizer.stats().written_per_day is None
         of_a_step = optimizer.stats().bytes_written
@@ -53,10 +51,9 @@ def test_bytes_a_day_and_days_of_life(drive, clock):
     [(False, "a run with durable = true and rewrite_every = "), (True, "a new run with rewrite_every = ")],
 )
 def test_more_than_the_limit_is_said_once_with_what_writes_less(drive, clock, recwarn, durable, said):
-    params, optimizer = optimizer_of(drive, durable=durable, wear_limit="0.5 GB/day")
-    with optimizer:
+    with optimizer_of(drive, durable=durable, wear_limit="0.5 GB/day") as optimizer:
         for _ in range(100):
-            take_steps(optimizer, params, 0)
+            take_steps(optimizer, params_in(optimizer), 0)
             optimizer.synchronize()
             clock[0] += 90.0
         texts = [str(warning.message) for warning in recwarn if "wear_limit" in str(warning.message)]
@@ -69,18 +66,11 @@ def test_more_than_the_limit_is_said_once_with_what_writes_less(drive, clock, re
 
 
 def test_within_the_limit_nothing_is_said(drive, clock, recwarn):
-    params, optimizer = optimizer_of(drive, wear_limit="10TB/day")
-    with optimizer:
+    with optimizer_of(drive, wear_limit="10TB/day") as optimizer:
         for _ in range(3):
-            take_steps(optimizer, params, 0)
+            take_steps(optimizer, params_in(optimizer), 0)
             clock[0] += 90.0
     assert not [warning for warning in recwarn if "wear_limit" in str(warning.message)]
-
-
-@pytest.mark.parametrize("limit", ["1TB", "a lot", 5])
-def test_other_words_are_refused(drive, limit):
-    with pytest.raises(ConfigError, match="wear_limit"):
-        optimizer_of(drive, wear_limit=limit)
 
 
 @pytest.mark.parametrize(
@@ -103,31 +93,27 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(
         monkeypatch.setattr("nvme_offload.optim.durable.period.measure_rates", lambda _: rates)
         return optimizer_of(drive, durable="run", rewrite_every="auto", wear_limit=limit)
 
-    def steps(params, optimizer, numbers):
+    def steps(optimizer, numbers):
         for number in numbers:
-            take_steps(optimizer, params, number)
+            take_steps(optimizer, params_in(optimizer), number)
             clock[0] += 90.0 / (number + 1)
             assert optimizer.stats().rewrite_every == period
 
-    params, optimizer = made(read, write)
-    with optimizer:
-        steps(params, optimizer, range(20))
-    params, optimizer = made(1.0, 1e9)
-    with optimizer:
+    with made(read, write) as optimizer:
+        steps(optimizer, range(20))
+    with made(1.0, 1e9) as optimizer:
         assert optimizer.resume() == (20, {})
-        steps(params, optimizer, range(20, 25))
+        steps(optimizer, range(20, 25))
         found = snapshot(optimizer)
-    params, optimizer = optimizer_of(drive)
-    with optimizer:
-        take_steps(optimizer, params, *range(25))
+    with optimizer_of(drive) as optimizer:
+        take_steps(optimizer, params_in(optimizer), *range(25))
         assert_same_bits(snapshot(optimizer), found)
 
 
 def test_a_limit_that_no_period_keeps_says_so_once(drive, clock, recwarn):
-    params, optimizer = optimizer_of(drive, durable=True, rewrite_every="auto", wear_limit="0.01 GB/day")
-    with optimizer:
+    with optimizer_of(drive, durable=True, rewrite_every="auto", wear_limit="0.01 GB/day") as optimizer:
         for _ in range(40):
-            take_steps(optimizer, params, 0)
+            take_steps(optimizer, params_in(optimizer), 0)
             optimizer.synchronize()
             clock[0] += 5.0
         assert optimizer.stats().rewrite_every == 16

@@ -15,7 +15,7 @@ import torch
 from nvme_offload import OffloadAdamW, OutOfSpaceError
 from tests.support.killed_steps import durable_section, fork
 from tests.support.ranks import run_ranks
-from tests.support.training import assert_same_bits, params_of, set_grads, snapshot
+from tests.support.training import assert_same_bits, params_in, params_of, set_grads, snapshot
 
 SHAPES = [(70_001,), (999,), (131_072,), (5,)]
 MIB = 1 << 20
@@ -26,12 +26,12 @@ ROOM = {1: 0, 3: 4 * MIB}
 
 def fresh(path, name, period):
     params = params_of(SHAPES, torch.bfloat16, torch.bfloat16, torch.float16)
-    return params, OffloadAdamW(params, lr=1e-2, offload=durable_section(path, name, rewrite_every=period))
+    return OffloadAdamW(params, lr=1e-2, offload=durable_section(path, name, rewrite_every=period))
 
 
-def train(optimizer, params, steps):
+def train(optimizer, steps):
     for step in steps:
-        set_grads(params, step)
+        set_grads(params_in(optimizer), step)
         if optimizer.is_durable:
             optimizer.client_state["position"] = step + 1
         optimizer.step()
@@ -43,9 +43,8 @@ def settled(optimizer):
 
 
 def expected(path, num_steps):
-    params, optimizer = fresh(path, None, 1)
-    with optimizer:
-        train(optimizer, params, range(num_steps))
+    with fresh(path, None, 1) as optimizer:
+        train(optimizer, range(num_steps))
         return snapshot(optimizer)
 
 
@@ -75,13 +74,13 @@ def assert_said_once(texts, step, cause="failed: ENOSPC"):
         assert part in said, said
 
 
-def go_through_an_outage(optimizer, params, steps, last):
+def go_through_an_outage(optimizer, steps, last):
     """None of these steps can be committed, and that is said once."""
     optimizer.client_state["large"] = torch.zeros(LARGE, dtype=torch.uint8)
     failed = optimizer.stats().failed_commits
     with warned() as texts:
         for step in steps:
-            train(optimizer, params, [step])
+            train(optimizer, [step])
             found = settled(optimizer)
             assert found.committed_step == last, found
             assert "failed: ENOSPC" in found.commit_failure, found
@@ -95,44 +94,41 @@ def one_rank(path, period):
     pid = fork(lambda: _until_killed(path, period))
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status), status
-    params, optimizer = fresh(path, "run", period)
-    with optimizer:
+    with fresh(path, "run", period) as optimizer:
         assert optimizer.resume() == (4, {"position": 4})
-        train(optimizer, params, range(4, 8))
+        train(optimizer, range(4, 8))
         assert settled(optimizer).committed_step == 8
-        go_through_an_outage(optimizer, params, range(8, 13), 8)
+        go_through_an_outage(optimizer, range(8, 13), 8)
         filler_of(path).unlink()
-        train(optimizer, params, [13])
+        train(optimizer, [13])
         found = settled(optimizer)
         assert (found.committed_step, found.commit_failure) == (14, None), found
         assert_same_bits(snapshot(optimizer), expected(path, 14))
-    params, optimizer = fresh(path, "run", period)
-    with optimizer:
+    with fresh(path, "run", period) as optimizer:
         step, client_state = optimizer.resume()
         assert (step, client_state["position"], client_state["large"].numel()) == (14, 14, LARGE)
         assert_same_bits(snapshot(optimizer), expected(path, 14))
 
 
 def _until_killed(path, period):
-    params, optimizer = fresh(path, "run", period)
-    train(optimizer, params, range(4))
+    optimizer = fresh(path, "run", period)
+    train(optimizer, range(4))
     assert settled(optimizer).committed_step == 4
     fill(path, ROOM[period])
-    go_through_an_outage(optimizer, params, range(4, 11), 4)
+    go_through_an_outage(optimizer, range(4, 11), 4)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def nothing_left(path, period):
     """With a log, steps that are not committed need more and more space: one stops, and is finished with room."""
     subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
-    params, optimizer = fresh(path, "run", period)
-    with optimizer:
-        train(optimizer, params, range(4))
+    with fresh(path, "run", period) as optimizer:
+        train(optimizer, range(4))
         assert settled(optimizer).committed_step == 4
         fill(path, 0)
         optimizer.client_state["large"] = torch.zeros(LARGE, dtype=torch.uint8)
         with warned() as texts, pytest.raises(OutOfSpaceError) as caught:
-            _train_and_settle(optimizer, params, range(4, 12))
+            _train_and_settle(optimizer, range(4, 12))
         assert_said_once(texts, 4)
         assert any("Commits fail (step 4 lasts" in note for note in caught.value.__notes__), caught.value.__notes__
         filler_of(path).unlink()
@@ -142,9 +138,9 @@ def nothing_left(path, period):
         assert_same_bits(snapshot(optimizer), expected(path, done))
 
 
-def _train_and_settle(optimizer, params, steps):
+def _train_and_settle(optimizer, steps):
     for step in steps:
-        train(optimizer, params, [step])
+        train(optimizer, [step])
         settled(optimizer)
 
 
@@ -159,15 +155,14 @@ def _no_space(*_):
 
 
 def _rank(rank, world_size, path, period):
-    params, optimizer = fresh(path, "run", period)
-    with optimizer:
+    with fresh(path, "run", period) as optimizer:
         with pytest.MonkeyPatch.context() as patch, warned() as texts:
             if rank == 1:  # cannot write down what the run is
                 patch.setattr(type(optimizer.durable.commits.run), "identify", _no_space)
-            train(optimizer, params, range(2))
+            train(optimizer, range(2))
             assert settled(optimizer).committed_step is None
         assert len(texts) == 1
-        train(optimizer, params, range(2, 4))
+        train(optimizer, range(2, 4))
         assert settled(optimizer).committed_step == 4
         if rank == 0:
             fill(path, ROOM[period])
@@ -176,7 +171,7 @@ def _rank(rank, world_size, path, period):
             optimizer.client_state["large"] = torch.zeros(LARGE, dtype=torch.uint8)
         with warned() as texts:
             for step in range(4, 9):
-                train(optimizer, params, [step])
+                train(optimizer, [step])
                 found = settled(optimizer)
                 assert found.committed_step == 4, found
                 assert found.commit_failure is not None
@@ -189,12 +184,11 @@ def _rank(rank, world_size, path, period):
         if rank == 0:
             filler_of(path).unlink()
         optimizer.durable.commits.ranks().all(True)
-        train(optimizer, params, [9])
+        train(optimizer, [9])
         found = settled(optimizer)
         assert (found.committed_step, found.commit_failure) == (10, None), found
         after = snapshot(optimizer)
         assert_same_bits(after, expected(path, 10))
-    params, optimizer = fresh(path, "run", period)
-    with optimizer:
+    with fresh(path, "run", period) as optimizer:
         assert optimizer.resume()[0] == 10
         assert_same_bits(snapshot(optimizer), after)

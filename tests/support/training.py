@@ -62,6 +62,11 @@ def params_of(shapes: Iterable[Sequence[int]], *dtypes: torch.dtype) -> list[Par
     return [param(shape, dtypes[i % len(dtypes)], seed=i) for i, shape in enumerate(shapes)]
 
 
+def params_in(optimizer: OffloadAdamW) -> list[Parameter]:
+    """Those of its first group."""
+    return optimizer.param_groups[0]["params"]
+
+
 def set_grads(params: Sequence[Parameter], step: int, *, without: Iterable[int] = (), scale: float = 0.1) -> None:
     """The gradients of a step: the same in every run."""
     for i, p in enumerate(params):

@@ -87,6 +87,8 @@ BAD = [
     (optimizer(device="disk"), f'{OPTIMIZER}.device = "disk"', "'none', 'cpu' or 'nvme'"),
     (nvme(buffer_count=1), f"{OPTIMIZER}.buffer_count = 1", "2..64 (default 4)"),
     (nvme(staging_budget=100), f"{OPTIMIZER}.staging_budget = 100", "8 KiB or more"),
+    (nvme(wear_limit="1TB"), f'{OPTIMIZER}.wear_limit = "1TB"', 'write bytes a day: "1TB/day"'),
+    (nvme(wear_limit=5), f"{OPTIMIZER}.wear_limit = 5", "is no limit of wear"),
     (optimizer(device="nvme", nvme_path=7), f"{OPTIMIZER}.nvme_path = 7", "a path or a list of"),
     (optimizer(device="nvme", nvme_path=""), f'{OPTIMIZER}.nvme_path = ""', "a path or a list of"),
     (optimizer(device="nvme", nvme_path=["/a", ""]), f"{OPTIMIZER}.nvme_path = ", "neither a path nor"),
@@ -266,11 +268,6 @@ def test_the_warning_is_said_once(recwarn):
 def test_null_is_an_absent_section():
     data = {"aio": None, "zero_optimization": {"offload_optimizer": None}}
     assert OffloadConfig.from_dict(data) == OffloadConfig()
-
-
-def test_rings_have_two_spellings():
-    for aio in ({"rings": 4}, {"intra_op_parallelism": 4}, {"rings": 4, "intra_op_parallelism": 4}):
-        assert OffloadConfig.from_dict({"aio": aio}).aio.rings == 4
 
 
 def test_paths_are_a_tuple_and_know_home(monkeypatch):

@@ -19,7 +19,16 @@ from tests.support.killed_steps import DTYPES, SHAPES, durable_section
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
-from tests.support.training import assert_same_bits, faulty_drive, params_of, section, set_grads, snapshot, storage_io
+from tests.support.training import (
+    assert_same_bits,
+    faulty_drive,
+    params_in,
+    params_of,
+    section,
+    set_grads,
+    snapshot,
+    storage_io,
+)
 
 _SHUT_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, without a flush
 
@@ -34,20 +43,20 @@ def other(drive):
 
 
 def fresh(drive, other, **more):
-    params = params_of(SHAPES, *DTYPES)
-    return params, OffloadAdamW(params, lr=1e-2, offload=durable_section(drive, "run", other=other, **more))
+    made = durable_section(drive, "run", other=other, **more)
+    return OffloadAdamW(params_of(SHAPES, *DTYPES), lr=1e-2, offload=made)
 
 
-def train(optimizer, params, steps):
+def train(optimizer, steps):
     for step in steps:
-        set_grads(params, step)
+        set_grads(params_in(optimizer), step)
         optimizer.step()
 
 
 def expected(num_steps):
     params = params_of(SHAPES, *DTYPES)
     with OffloadAdamW(params, lr=1e-2, offload=section(None, sub_group_size=65536, clip=1.0)) as optimizer:
-        train(optimizer, params, range(num_steps))
+        train(optimizer, range(num_steps))
         return snapshot(optimizer)
 
 
@@ -75,11 +84,10 @@ def end_alike(drive, other, first, num_steps, period):
     """A run of so many steps goes on from either drive alone, to the same bits, and is on both again."""
     for erased in (drive, other):
         erase(erased)
-        params, optimizer = fresh(drive, other, rewrite_every=period)
-        with optimizer, said(0):
+        with fresh(drive, other, rewrite_every=period) as optimizer, said(0):
             assert optimizer.resume() == (first, {})
             assert optimizer.durable.num_copies == 1
-            train(optimizer, params, range(first, first + num_steps))
+            train(optimizer, range(first, first + num_steps))
             optimizer.durable.commits.settle()
             assert optimizer.durable.num_copies == 2
             first += num_steps
@@ -90,11 +98,10 @@ def end_alike(drive, other, first, num_steps, period):
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_either_drive_is_erased(drive, other, period):
-    params, optimizer = fresh(drive, other, rewrite_every=period)
-    with optimizer, said(0):
+    with fresh(drive, other, rewrite_every=period) as optimizer, said(0):
         assert optimizer.resume() is None
         assert optimizer.durable.num_copies == 2
-        train(optimizer, params, range(4))
+        train(optimizer, range(4))
     end_alike(drive, other, 4, 3, period)
 
 
@@ -103,15 +110,15 @@ def test_either_drive_is_erased(drive, other, period):
 @pytest.mark.parametrize("engine", ["aiofiles", "pyuring"])
 def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monkeypatch, engine, copy, op, period):
     with faulty_drive(FaultSpec(seed=1)):
-        params, optimizer = fresh(drive, other, rewrite_every=period, engine=engine)
+        optimizer = fresh(drive, other, rewrite_every=period, engine=engine)
     with optimizer:
         with said():
-            train(optimizer, params, range(3))
+            train(optimizer, range(3))
             with failing_copy(optimizer, copy, monkeypatch, op):
-                train(optimizer, params, range(3, 7))
+                train(optimizer, range(3, 7))
                 optimizer.durable.commits.settle()
                 assert optimizer.durable.num_copies == (2 if op is Op.READ else 1)
-            train(optimizer, params, range(7, 15))
+            train(optimizer, range(7, 15))
         optimizer.durable.commits.settle()
         assert (optimizer.durable.num_copies, optimizer.stats().failed_commits) == (2, 0)
         assert_same_bits(snapshot(optimizer), expected(15))
@@ -121,9 +128,8 @@ def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monke
 @pytest.mark.parametrize("what", ["a sync", "a manifest", "a file cut short"])
 @pytest.mark.parametrize("copy", [0, 1])
 def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy, what):
-    params, optimizer = fresh(drive, other)
-    with optimizer, said():
-        train(optimizer, params, range(2))
+    with fresh(drive, other) as optimizer, said():
+        train(optimizer, range(2))
         optimizer.durable.commits.settle()
         (file,) = optimizer.store.durability.run.space.copies.files[copy]
         with monkeypatch.context() as patch:
@@ -134,10 +140,10 @@ def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy
                 patch.setattr(broken, "write", fail)
             else:
                 file.path.write_bytes(b"")
-            train(optimizer, params, [2])
+            train(optimizer, [2])
             optimizer.durable.commits.settle()
             assert optimizer.durable.num_copies == (2 if what == "a file cut short" else 1)  # its drive works
-        train(optimizer, params, range(3, 6))
+        train(optimizer, range(3, 6))
         optimizer.durable.commits.settle()
         assert (optimizer.durable.num_copies, optimizer.stats().failed_commits) == (2, 0)
     end_alike(drive, other, 6, 2, 1)
@@ -146,7 +152,7 @@ def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy
 @pytest.mark.parametrize("when", ["in a run", "before it goes on"])
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_drive_that_lies_is_one_warning(drive, other, period, when):
-    params, optimizer = fresh(drive, other, rewrite_every=period, buffers=2)
+    optimizer = fresh(drive, other, rewrite_every=period, buffers=2)
 
     def lie():
         swap = folder_of(drive) / "swap"
@@ -154,53 +160,48 @@ def test_a_drive_that_lies_is_one_warning(drive, other, period, when):
             flip_bit(swap, offset)
 
     with said(when == "in a run"), optimizer:
-        train(optimizer, params, range(3))
+        train(optimizer, range(3))
         if when == "in a run":
             lie()
-            train(optimizer, params, range(3, 6))
+            train(optimizer, range(3, 6))
     if when != "in a run":
         lie()
-    params, optimizer = fresh(drive, other, rewrite_every=period, buffers=2)
-    with said(when != "in a run"), optimizer:
+    with said(when != "in a run"), fresh(drive, other, rewrite_every=period, buffers=2) as optimizer:
         done, _ = optimizer.resume()
         assert done == (6 if when == "in a run" else 3)
-        train(optimizer, params, range(done, 8))
+        train(optimizer, range(done, 8))
         assert_same_bits(snapshot(optimizer), expected(8))
     end_alike(drive, other, 8, 2, period)
 
 
 def test_without_a_copy_left_it_is_the_error_of_one_drive(drive, other, monkeypatch):
     with faulty_drive(FaultSpec(seed=1)):
-        params, optimizer = fresh(drive, other, engine="aiofiles")
+        optimizer = fresh(drive, other, engine="aiofiles")
     with optimizer, said(others=None):
-        train(optimizer, params, range(2))
+        train(optimizer, range(2))
         with (
             failing_copy(optimizer, 0, monkeypatch, Op.WRITE),
             failing_copy(optimizer, 1, monkeypatch, Op.WRITE),
             pytest.raises(SwapIOError, match="EIO"),
         ):
-            train(optimizer, params, range(2, 6))
+            train(optimizer, range(2, 6))
         optimizer.finish_step()
     erase(drive)
     erase(other)
-    _, optimizer = fresh(drive, other)
-    with optimizer:
+    with fresh(drive, other) as optimizer:
         assert optimizer.resume() is None
 
 
 def test_copies_that_went_on_by_themselves_are_never_mixed(drive, other, tmp_path):
     """An older copy gives way to the newer one, and of two that both went on neither does."""
-    params, optimizer = fresh(drive, other)
-    with optimizer:
-        train(optimizer, params, range(2))
+    with fresh(drive, other) as optimizer:
+        train(optimizer, range(2))
     shutil.copytree(other, tmp_path / "old")
     for path, to in ((drive, 4), (tmp_path / "old", 3)):
-        params, optimizer = fresh(path, None)
-        with optimizer:
+        with fresh(path, None) as optimizer:
             assert optimizer.resume() == (2, {})
-            train(optimizer, params, range(2, to))
-    params, optimizer = fresh(drive, other)
-    with optimizer:
+            train(optimizer, range(2, to))
+    with fresh(drive, other) as optimizer:
         assert optimizer.resume() == (4, {})
     erase(other)
     shutil.copytree(tmp_path / "old", other, dirs_exist_ok=True)
@@ -212,29 +213,26 @@ def test_copies_that_went_on_by_themselves_are_never_mixed(drive, other, tmp_pat
 
 
 def test_snapshots_and_steps_back_are_on_both(drive, other):
-    params, optimizer = fresh(drive, other, rewind_steps=3)
-    with optimizer:
-        train(optimizer, params, range(2))
+    with fresh(drive, other, rewind_steps=3) as optimizer:
+        train(optimizer, range(2))
         optimizer.snapshot("kept")
-        train(optimizer, params, range(2, 6))
+        train(optimizer, range(2, 6))
         optimizer.snapshot("gone")
         optimizer.remove_snapshot("gone")
     for erased in (drive, other):
         erase(erased)
-        params, optimizer = fresh(drive, other, rewind_steps=3)
-        with optimizer:
+        with fresh(drive, other, rewind_steps=3) as optimizer:
             assert optimizer.resume() == (6, {})
             assert optimizer.rewind(3) == (3, {})
-            train(optimizer, params, range(3, 6))
+            train(optimizer, range(3, 6))
             assert_same_bits(snapshot(optimizer), expected(6))
             assert optimizer.durable.num_copies == 2
     erase(drive)
-    params, optimizer = fresh(drive, other, rewind_steps=3)
-    with optimizer:
+    with fresh(drive, other, rewind_steps=3) as optimizer:
         assert optimizer.resume("kept") == (2, {})
         with pytest.raises(KeyError, match="kept"):
             optimizer.resume("gone")
-        train(optimizer, params, range(2, 3))
+        train(optimizer, range(2, 3))
         assert_same_bits(snapshot(optimizer), expected(3))
 
 
@@ -285,11 +283,10 @@ def test_what_cannot_have_copies_is_refused(drive, other, lost):
         paths[lost] = drive.parent / "missing"
         with pytest.raises(SwapIOError, match="missing"):
             fresh(*paths)
-        params, optimizer = fresh(drive, other)
-        with optimizer:
-            train(optimizer, params, range(2))
+        with fresh(drive, other) as optimizer:
+            train(optimizer, range(2))
         with pytest.warns(RuntimeWarning, match="a copy of the durable run 'run' cannot be opened: .*missing"):
-            _, optimizer = fresh(*paths)
+            optimizer = fresh(*paths)
         with optimizer:
             assert optimizer.resume() == (2, {})
             assert optimizer.durable.num_copies == 1
@@ -314,18 +311,17 @@ def loop(tmp_path):
 def test_a_file_system_that_is_gone_for_good_is_one_warning(drive, loop, first):
     """It answers everything with EIO, as that of a drive that was pulled out."""
     paths = (loop, drive) if first else (drive, loop)
-    params, optimizer = fresh(*paths, rewrite_every=3, buffers=2)
-    with optimizer, said():
-        train(optimizer, params, range(3))
+    with fresh(*paths, rewrite_every=3, buffers=2) as optimizer, said():
+        train(optimizer, range(3))
         lost = optimizer.store.durability.run.space.copies.files[0 if first else 1]
         fcntl.ioctl(lost[0].fd, _SHUT_DOWN, struct.pack("I", 2))
-        train(optimizer, params, range(3, 9))
+        train(optimizer, range(3, 9))
         optimizer.snapshot("kept")
         optimizer.durable.commits.settle()
         assert (optimizer.durable.num_copies, optimizer.stats().failed_commits) == (1, 0)
         assert_same_bits(snapshot(optimizer), expected(9))
     with pytest.warns(RuntimeWarning, match="cannot be opened"):
-        params, optimizer = fresh(*paths, rewrite_every=3, buffers=2)
+        optimizer = fresh(*paths, rewrite_every=3, buffers=2)
     with optimizer:
         assert optimizer.resume("kept") == (9, {})
 
@@ -338,10 +334,10 @@ def test_the_kernel_counts_as_many_bytes_as_said(drive, loop, period, most):
     made["zero_optimization"]["sub_group_size"] = 1 << 19
     made["zero_optimization"]["offload_optimizer"]["staging_budget"] = "128MiB"
     with OffloadAdamW(params, offload=made) as optimizer:
-        train(optimizer, params, range(period))
+        train(optimizer, range(period))
         optimizer.durable.commits.settle()
         before, counted = storage_io()[1], optimizer.stats().bytes_written
-        train(optimizer, params, range(period, period + num_steps))
+        train(optimizer, range(period, period + num_steps))
         optimizer.durable.commits.settle()
         written = (storage_io()[1] - before) / numel / num_steps
         own = (optimizer.stats().bytes_written - counted) / numel / num_steps

@@ -45,14 +45,13 @@ def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(driv
             raise OSError(errno.EIO, "Input/output error")
         return written(fd, content, offset)
 
-    params, optimizer = fresh(drive, "run", period)
-    with optimizer:
-        train(optimizer, params, range(3))
+    with fresh(drive, "run", period) as optimizer:
+        train(optimizer, range(3))
         assert settled(optimizer).committed_step == 3
         with monkeypatch.context() as patch, warned() as texts:
             patch.setattr(os, "pwrite", broken)
             for step in range(3, 9):
-                train(optimizer, params, [step])
+                train(optimizer, [step])
                 found = settled(optimizer)
                 assert (found.committed_step, found.failed_commits) == (3, step - 2)
         [said] = texts
@@ -60,18 +59,17 @@ def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(driv
             assert part in found.commit_failure
             assert part in said
         assert "training goes on (step 3 lasts):" in said
-        train(optimizer, params, [9])
+        train(optimizer, [9])
         found = settled(optimizer)
         assert (found.committed_step, found.commit_failure) == (10, None)
         with monkeypatch.context() as patch, warned() as texts:
             patch.setattr(os, "pwrite", broken)
-            train(optimizer, params, [10])
+            train(optimizer, [10])
             settled(optimizer)
         assert "training goes on (step 10 lasts):" in texts[0]
-        train(optimizer, params, [11])
+        train(optimizer, [11])
         after = snapshot(optimizer)
-    params, optimizer = fresh(drive, "run", period)
-    with optimizer:
+    with fresh(drive, "run", period) as optimizer:
         assert optimizer.resume()[0] == 12
         assert_same_bits(snapshot(optimizer), after)
 
@@ -80,16 +78,15 @@ def test_where_there_is_no_room_to_go_on_nothing_is_taken_for_damaged(drive, mon
     def full(*_):
         raise OutOfSpaceError(path=drive, needed_bytes=1, free_bytes=0)
 
-    params, optimizer = fresh(drive, "run", 3)
-    with optimizer:
-        train(optimizer, params, range(3))
+    with fresh(drive, "run", 3) as optimizer:
+        train(optimizer, range(3))
         after = snapshot(optimizer)
-    with monkeypatch.context() as patch, fresh(drive, "run", 3)[1] as optimizer:
+    with monkeypatch.context() as patch, fresh(drive, "run", 3) as optimizer:
         patch.setattr("nvme_offload.offload.durable.extent_pool.ExtentPool.want", full)
         with warned() as texts, pytest.raises(ResumeError, match="finds no room for what further steps need"):
             optimizer.resume()
         assert not texts
-    with fresh(drive, "run", 3)[1] as optimizer:
+    with fresh(drive, "run", 3) as optimizer:
         assert optimizer.resume()[0] == 3
         assert_same_bits(snapshot(optimizer), after)
 
@@ -98,12 +95,11 @@ def test_a_run_that_ends_while_commits_fail_says_which_step_is_there(drive, monk
     def full(*_):
         raise OSError(errno.ENOSPC, "no space is left")
 
-    params, optimizer = fresh(drive, "run", 1)
-    with warned() as texts, optimizer:
-        train(optimizer, params, range(2))
+    with warned() as texts, fresh(drive, "run", 1) as optimizer:
+        train(optimizer, range(2))
         settled(optimizer)
         monkeypatch.setattr("nvme_offload.offload.durable.manifest.ManifestFiles.write", full)
-        train(optimizer, params, range(2, 5))
+        train(optimizer, range(2, 5))
     assert "training goes on (step 2 lasts" in texts[0]
     assert "step 5 was the latest, and is not committed (step 2 lasts)" in texts[1]
     assert len(texts) == 2

@@ -11,14 +11,14 @@ from tests.support.failing_drive import Failing, Op
 from tests.support.killed_steps import durable_section
 from tests.support.ranks import run_ranks
 from tests.support.tiers import Model, loss_of
-from tests.support.training import assert_same_bits, params_of, set_grads, snapshot, take_steps
+from tests.support.training import assert_same_bits, params_in, params_of, set_grads, snapshot, take_steps
 
 SHAPES = [(70_001,), (999,)]
 
 
 def plain(drive, **more):
     params = params_of(SHAPES, torch.bfloat16, torch.float32)
-    return params, OffloadAdamW(params, lr=1e-2, offload=durable_section(drive, "run", **more))
+    return OffloadAdamW(params, lr=1e-2, offload=durable_section(drive, "run", **more))
 
 
 def hidden(drive, **more):
@@ -86,12 +86,11 @@ def test_a_load_in_place_of_what_stopped_behind_is_not_committed_as_that_step(dr
 
 
 def test_what_cannot_be_committed_is_raised_once_and_no_snapshot_takes_the_step_before_for_it(drive):
-    params, optimizer = plain(drive)
-    with optimizer, warnings.catch_warnings():
+    with plain(drive) as optimizer, warnings.catch_warnings():
         warnings.simplefilter("error")
-        take_steps(optimizer, params, 0)
+        take_steps(optimizer, params_in(optimizer), 0)
         optimizer.client_state["seen"] = object()
-        set_grads(params, 1)
+        set_grads(params_in(optimizer), 1)
         with pytest.raises(ValueError, match=r"client_state\['seen'\]"):
             optimizer.step()
         assert optimizer.num_steps == 2
@@ -104,10 +103,9 @@ def test_what_cannot_be_committed_is_raised_once_and_no_snapshot_takes_the_step_
 
 def a_content_that_one_rank_cannot_commit(rank, world_size, path):
     """The step lasts on neither rank, so that whoever is killed in the next one has a step that both have."""
-    params, optimizer = plain(path / f"rank{rank}")
-    with optimizer:
-        take_steps(optimizer, params, 0)
-        set_grads(params, 1)
+    with plain(path / f"rank{rank}") as optimizer:
+        take_steps(optimizer, params_in(optimizer), 0)
+        set_grads(params_in(optimizer), 1)
         if rank:
             optimizer.client_state["seen"] = object()
             with pytest.raises(ValueError, match="client_state"):
@@ -119,9 +117,8 @@ def a_content_that_one_rank_cannot_commit(rank, world_size, path):
             warnings.simplefilter("ignore")
             assert not optimizer.durable.commits.settle()
         assert [manifest.step for manifest in optimizer.durable.commits.run.committed] == [1]
-        take_steps(optimizer, params, 2)
-    params, optimizer = plain(path / f"rank{rank}")
-    with optimizer:
+        take_steps(optimizer, params_in(optimizer), 2)
+    with plain(path / f"rank{rank}") as optimizer:
         assert optimizer.resume() == (3, {})
 
 
@@ -132,7 +129,7 @@ def test_what_one_rank_cannot_commit_lasts_on_none(tmp_path):
 
 
 def test_a_state_follows_only_those_that_the_table_says(drive):
-    with plain(drive)[1] as optimizer:
+    with plain(drive) as optimizer:
         latest = optimizer.durable.commits.durable.latest
         CommitState = type(latest.state)  # noqa: N806  # a class
         ways = {

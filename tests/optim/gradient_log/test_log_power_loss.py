@@ -26,35 +26,35 @@ def made(folder):
     params = params_of(SHAPES, *DTYPES)
     options = {"rewrite_every": 3, "engine": "aiofiles", "direct": "optional"}
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 1e-2}]
-    return params, OffloadAdamW(groups, offload=durable_section(folder, "small", **options))
+    return OffloadAdamW(groups, offload=durable_section(folder, "small", **options))
 
 
 def live(folder, mark):
     """Steps, an end in between, and going back by one."""
     truth = {}
 
-    def step(params, optimizer, number):
-        set_grads(params, number, without=[] if number % 3 else [1])
+    def step(optimizer, number):
+        set_grads(
+            [p for group in optimizer.param_groups for p in group["params"]], number, without=[] if number % 3 else [1]
+        )
         mark(f"begin {number}")
         optimizer.step()
         optimizer.durable.commits.settle()
         mark(f"done {number}")
         truth[number] = snapshot(optimizer)
 
-    params, optimizer = made(folder)
-    with optimizer:
+    with made(folder) as optimizer:
         for number in range(1, 6):
-            step(params, optimizer, number)
-    params, optimizer = made(folder)
-    with optimizer:
+            step(optimizer, number)
+    with made(folder) as optimizer:
         assert optimizer.resume() == (5, {})
         for number in (6, 7):
-            step(params, optimizer, number)
+            step(optimizer, number)
         mark("begin 6")
         assert optimizer.rewind() == (6, {})
         mark("done 6")
         for number in (7, 8, 9):
-            step(params, optimizer, number)
+            step(optimizer, number)
     return truth
 
 
@@ -66,8 +66,7 @@ def problem(crash, truth, folder, monkeypatch):
         warnings.simplefilter("ignore")
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "fdatasync", lambda descriptor: None)
-        _, optimizer = made(folder)
-        with optimizer:
+        with made(folder) as optimizer:
             try:
                 step, _ = optimizer.resume() or (None, {})
                 if (str(step) if step else None) not in crash.committed():
