@@ -23,12 +23,12 @@ from nvme_offload.perf.measure.command_line import Json
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files; those of --config come in addition."),
+        typer.Argument(metavar="PATH", help="Folders for swap files, beside those in --config."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FILE", help="File of a section (.json or .toml), whose sizes, engine and paths count."
+            "--config", metavar="FILE", help="File of a section (.json or .toml), whose sizes and paths are tried."
         ),
     ] = None,
     as_json: Json = False,

@@ -24,11 +24,11 @@ _OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[
-    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path; those of --config come in addition.")
+    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path, beside those in --config.")
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="File of a section (.json or .toml), whose folders are looked at."),
+    typer.Option("--config", metavar="FILE", help="File of a section (.json or .toml): its folders are searched."),
 ]
 
 
@@ -112,11 +112,11 @@ def export(
         typer.Option("--what", help="Weights alone, or a checkpoint that `load_checkpoint` takes."),
     ] = "weights",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Dtype of weights: fp32, bf16, fp16, or own, which the forward has.")
+        str, typer.Option("--dtype", help="Dtype of weights: fp32, bf16, fp16, or own (that of the forward).")
     ] = "fp32",
     max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="Most bytes of one file.")] = "1GiB",
     partly: Annotated[
-        bool, typer.Option("--partly", help="Export a run with frozen parameters, too, which it does not keep.")
+        bool, typer.Option("--partly", help="Export a run although it keeps no frozen parameters: they are left out.")
     ] = False,
 ) -> None:
     """Write a committed step as safetensors, or as a checkpoint.

@@ -190,8 +190,8 @@ def top(
 ) -> None:
     """Watch a run: its bytes, rates, waits and drives.
 
-    On a terminal it is live until the run ends or you type q; before the first step it waits. Elsewhere it looks once.
-    Nothing of the run is touched.
+    On a terminal it is live until the run ends or you type q; before the first step it waits. Without a terminal it
+    looks once. Nothing of the run is touched.
     """
     console = Console(highlight=False)
     is_live = console.is_terminal and not once and not as_json
