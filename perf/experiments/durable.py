@@ -13,7 +13,7 @@ import typer
 
 from nvme_offload import OffloadAdamW, OffloadOptimizer
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
-from nvme_offload.perf.experiments.hidden_step import Setup, compute_for
+from nvme_offload.perf.experiments.hidden_step import Setup
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.experiment import Row, run_experiment
@@ -30,7 +30,6 @@ durable = typer.Typer(
 )
 Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
 Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
-Compute = Annotated[float, typer.Option(min=0, help="Seconds of each iteration in which nothing is computed.")]
 
 
 @durable.command("bytes")
@@ -70,7 +69,6 @@ def steps(
     millions: Millions = 25,
     quads: Quads = 10,
     rewrite_every: Period = 1,
-    compute: Compute = 0.0,
     save_to: SaveTo = None,
 ) -> None:
     """Measure durable steps beside steps in place."""
@@ -82,7 +80,7 @@ def steps(
             for optimizer in made:
                 _seconds(optimizer, _STEPS)
             before, total = made[0].stats().commit_wait_seconds, 0.0
-            ours, reference = (partial(_seconds, optimizer, _STEPS, compute) for optimizer in made)
+            ours, reference = (partial(_seconds, optimizer, _STEPS) for optimizer in made)
             for found in Case(name="durable", ours=ours, reference=reference).measure(quads):
                 total += _STEPS * (found.quads[-1].rates[0] + found.quads[-1].rates[3])
                 waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
@@ -106,7 +104,6 @@ def checkpoint(
     quads: Quads = 5,
     share: Annotated[float, typer.Option(min=0, max=1, help="Share of the time that writing it may take.")] = 0.25,
     iterations: Annotated[int, typer.Option(min=1, help="Measured each time.")] = 2,
-    compute: Compute = 0.0,
     save_to: SaveTo = None,
 ) -> None:
     """Measure iterations beside a checkpoint that is written in the background, over those without."""
@@ -115,7 +112,6 @@ def checkpoint(
     def compared() -> Iterator[Comparison]:
         setup = Setup(width=int((millions * 1e6 / _LAYERS) ** 0.5), subgroups=_LAYERS)
         with TemporaryDirectory(dir=path) as saved, setup.training("forward", path, durable=unused_name()) as training:
-            compute_for(training, compute)
             engine = training.engine
 
             def turn(beside: bool) -> float:
@@ -160,11 +156,10 @@ def settle(optimizer: OffloadOptimizer) -> None:
         optimizer.durable.commits.settle()
 
 
-def _seconds(optimizer: OffloadAdamW, steps: int, compute: float = 0.0) -> float:
+def _seconds(optimizer: OffloadAdamW, steps: int) -> float:
     """Mean seconds of a few iterations, the last of which is brought to an end."""
     start = time.perf_counter()
     for _ in range(steps):
-        time.sleep(compute)
         optimizer.step()
     settle(optimizer)
     return (time.perf_counter() - start) / steps

@@ -10,12 +10,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from nvme_offload.offload.units import GiB, MiB, format_bytes
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import (
     Json,
     KnobError,
-    byte_option,
     check_folder,
     check_space,
     failures_in_words,
@@ -34,35 +33,27 @@ def verify(
         list[str] | None,
         typer.Option(metavar="CHECK", help=f"Run this check alone; repeat it. Checks: {', '.join(CHECKS)}."),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Measure copies, the drive and iterations, too.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure copies and iterations, too.")] = True,
     params: Annotated[
         float | None,
         typer.Option(help="Parameters of the model that is timed; by default 1e9 with a GPU, else 1e6."),
-    ] = None,
-    size: Annotated[
-        int | None,
-        byte_option("--size", text="Bytes to measure the drive with; by default 4GiB with a GPU, else 128MiB."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Verify bits and speed of training on this machine's GPU or CPU.
 
-    It compares runs on the device with runs on the CPU bit by bit, then measures copies, the drive and iterations.
+    It compares runs on the device with runs on the CPU bit by bit, then measures copies and iterations.
     Each check has a time limit, and one that ends its process ends nothing else.
 
     Exit status: 0 all is as it should be, 1 something is not, 2 an option is wrong.
     """
     with failures_in_words():
         device = device_here()
-        on_device = device is not None
-        its_params, its_size, runtime = (1e9, 4 * GiB, 5.0) if on_device else (1e6, 128 * MiB, 0.5)
         site = Site(
             device="cpu" if device is None else device.type,
             folder=path.absolute(),
-            params=int(its_params if params is None else params),
-            size=its_size if size is None else size,
-            runtime=runtime,
-            large=on_device,
+            params=int((1e6 if device is None else 1e9) if params is None else params),
+            large=device is not None,
         )
         if unknown := set(only or ()) - CHECKS.keys():
             raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
@@ -94,8 +85,6 @@ def _check(site: Site, names: list[str]) -> None:
         raise KnobError("params", f"{site.params}: 1 or more")
     if "iteration" in names:
         check_space(site.folder, site.params * BYTES_PER_PARAMETER)
-    if "drive" in names:
-        check_space(site.folder, site.size)
 
 
 _STYLES = {"ok": "green", "wrong": "bold red", "failed": "bold red", "left out": "yellow"}

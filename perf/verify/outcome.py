@@ -30,8 +30,6 @@ class Site:
     device: str  # type of the device that trains: that of a GPU, or "cpu"
     folder: Path  # on the drive
     params: int  # parameters of the model whose steps are timed
-    size: int  # bytes of the region in which the drive is measured
-    runtime: float  # seconds of measuring the drive, in each direction
     large: bool  # whether tensors are as large as it takes to keep a GPU busy
 
     @property

@@ -1,4 +1,4 @@
-"""These rates are measured here: copies to the device and back, the drive, and what of a step an iteration shows."""
+"""These rates are measured here: copies to the device and back, and what of a step an iteration shows."""
 
 import time
 from typing import Any
@@ -8,9 +8,7 @@ import torch
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
-from nvme_offload.perf.bench.run import Plan, run_bench
 from nvme_offload.perf.measure.accelerator import copy_rates, device_here
-from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.training import layered_model
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site
 from nvme_offload.perf.verify.training import BF16
@@ -30,18 +28,6 @@ def copies(site: Site) -> Found:
     rates = copy_rates(device)
     words = {"to_device": "there", "to_host": "back", "both": "both at once"}
     return Found(", ".join(f"{words[name]} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()), rates)
-
-
-def drive(site: Site) -> Found:
-    """Rates of the drive, as `offload bench` measures them: written before it is read, verified before it is timed."""
-    settings = Settings(paths=(site.folder,), size=site.size, direct="optional")
-    plan = Plan(settings=settings, target="raw", directions=("read", "write", "mixed"), runtime=site.runtime)
-    document = run_bench(plan)
-    rates: dict[str, float] = {rw: document["results"][rw]["summary"]["bw_bytes"]["median"] for rw in plan.directions}
-    engine = document["engine"]
-    cached = "" if engine["direct"] else ", through the page cache"
-    text = ", ".join(f"{rw} {rate / 1e9:.2f} GB/s" for rw, rate in rates.items())
-    return Found(f"{text} ({engine['name']}{cached})", {**rates, "engine": engine["name"], "direct": engine["direct"]})
 
 
 def iteration(site: Site) -> Found:

@@ -97,7 +97,6 @@ CHECKS = {
         Check("checkpoint", "what is saved goes on, on the CPU too", training.checkpoint, 240),
         Check("ranks", "several have the bits of one", process.ranks, process.LIMIT + 30),
         Check("copies", "between host and device", rates.copies, 120, measures=True),
-        Check("drive", "the drive, by offload bench", rates.drive, 300, measures=True),
         Check("iteration", "the step beside forward and backward", rates.iteration, 600, measures=True),
     )
 }

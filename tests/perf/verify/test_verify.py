@@ -22,7 +22,7 @@ COMPARED = [name for name, check in CHECKS.items() if not check.measures]
 
 
 def site(folder, device="cpu"):
-    return Site(device=device, folder=folder, params=100_000, size=64 << 20, runtime=0.0, large=False)
+    return Site(device=device, folder=folder, params=100_000, large=False)
 
 
 def verified(folder, *options):
@@ -50,7 +50,7 @@ def test_a_broken_build_is_found(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_all_of_it_on_the_cpu(tmp_path):
-    done = verified(tmp_path, "--params", "1e5", "--size", "64MiB", "--json")
+    done = verified(tmp_path, "--params", "1e5", "--json")
     assert done.exit_code == 0, done.output
     status = {check["name"]: check["status"] for check in json.loads(done.stdout)["checks"]}
     assert status == dict.fromkeys(CHECKS, "ok") | {"copies": "left out", "growth": "left out"}
@@ -125,7 +125,7 @@ def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
 
 def test_bad_values_are_refused(tmp_path):
     assert "choose of machine, update" in " ".join(verified(tmp_path, "--only", "updates").output.split())
-    for options in (["--only", "updates"], ["--params", "0"], ["--size", "64XB"]):
+    for options in (["--only", "updates"], ["--params", "0"]):
         assert verified(tmp_path, *options).exit_code == 2
     assert verified(tmp_path / "missing").exit_code == 2
 
@@ -135,7 +135,7 @@ def test_without_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "run_checks", lambda site, names, say: asked.extend(names) or iter(()))
     assert verified(tmp_path, "--no-measure").exit_code == 0
     assert asked == COMPARED
-    assert set(MEASURED) == {"copies", "drive", "iteration"}
+    assert set(MEASURED) == {"copies", "iteration"}
 
 
 def test_the_hardware_is_named():
