@@ -7,20 +7,18 @@ import typer
 from rich.console import Console
 
 from nvme_offload.aio_native.registry import REGISTRY
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.storage.swap_file import DirectPolicy
+from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.bench.report import markdown, show, summarized
 from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
 from nvme_offload.perf.measure.command_line import (
     AIO,
-    DEFAULT_SIZE,
     HERE,
-    Direct,
     Json,
     Paths,
     Rw,
     SaveTo,
     Settings,
-    Size,
     byte_option,
     check_save,
     choice_option,
@@ -33,18 +31,19 @@ RwChoice = Literal["read", "write", "mixed", "all"]
 
 QUADS = 20
 _BLOCK: Any = format_bytes(AIO.block_size)  # shown so in the help, parsed as if typed
+_SIZE: Any = format_bytes(GiB)
 
 
 def bench(
     path: Paths = HERE,
     bs: Annotated[int, byte_option("--bs", text="Bytes of one request.")] = _BLOCK,
     iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = AIO.queue_depth,
-    size: Size = DEFAULT_SIZE,
+    size: Annotated[int, byte_option("--size", text="Bytes of the file to work on.")] = _SIZE,
     numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = AIO.rings,
     ioengine: Annotated[
         str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="Engine that does the I/O.")
     ] = (AIO.engine),
-    direct: Direct = AIO.direct,
+    direct: Annotated[DirectPolicy, typer.Option(help="Use direct I/O always, where it works, or never.")] = AIO.direct,
     runtime: Annotated[
         float, typer.Option(help="Seconds for each direction; 600 shows a cache that fills, and heat.")
     ] = 5.0,

@@ -20,10 +20,10 @@ from nvme_offload.perf.measure.workloads import (
     RawTarget,
     Sample,
     StepTarget,
-    Target,
 )
 
 TargetName = Literal["raw", "step"]
+Target = RawTarget | StepTarget
 
 MAX_QUADS = 10_000
 LONGEST_PASS = 4 * GiB  # a long run has many passes, so that a drive that becomes slow is seen

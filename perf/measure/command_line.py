@@ -24,15 +24,12 @@ More memory than two full queues makes a fast drive slower, because the buffers 
 LIMITS = {"bs": (4 * KiB, 1 << 30), "iodepth": (1, 4096), "numjobs": (1, 64)}
 MIN_BLOCKS = 64  # blocks of the smallest region: one of fewer says nothing about a drive
 HERE = [Path()]
-DEFAULT_SIZE: Any = format_bytes(GiB)
-"""Default size of a measurement: shown in the help as it stands here, and parsed as if typed."""
 Paths = Annotated[
     list[Path],
     typer.Option(
         "--path", "--directory", metavar="FOLDER", help="Folder on the drive; repeat it to stripe over several."
     ),
 ]
-Direct = Annotated[DirectPolicy, typer.Option(help="Use direct I/O always, where it works, or never.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Folder = Annotated[
     Path,
@@ -132,9 +129,6 @@ def choice_option(*names: str, choices: Sequence[str], text: str) -> Any:
         return word
 
     return typer.Option(*names, parser=chosen, metavar="|".join(choices), help=text)
-
-
-Size = Annotated[int, byte_option("--size", text="Bytes of the file to work on.")]
 
 
 def say_saved(files: Sequence[Path]) -> None:

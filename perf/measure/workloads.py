@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -62,19 +62,6 @@ class Sample:
     def iops(self) -> float:
         """Requests per second of the whole pass."""
         return self.requests / self.seconds
-
-
-class Target(Protocol):
-    """Something that moves bytes and can be measured."""
-
-    engine: OpenedEngine
-    direct: bool  # whether direct I/O is in effect
-
-    def prepare(self) -> None:
-        """Write the whole region and verify it."""
-
-    def run(self, rw: Rw, size_bytes: int) -> Sample:
-        """Move about `size_bytes` in a direction, and say how it went."""
 
 
 class Gauge(AbstractContextManager["Gauge"]):

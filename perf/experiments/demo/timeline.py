@@ -75,7 +75,7 @@ def draw_timeline(run: DemoRun, path: Path) -> int:
     for moment, text, side in ((called, "step() is called ", "right"), (returned, " returns", "left")):
         lanes.annotate(text, (moment, 1), xycoords=("data", "axes fraction"), va="bottom", ha=side, fontsize=9)
     rows.set_xlim(0, max(returned, *(bar.end for bar in bars)) * 1.01)
-    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(run, index, bars)}", x=0.01, ha="left")
+    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(run, index)}", x=0.01, ha="left")
     handles: list[Patch | Line2D] = [
         Patch(color=color, label=meaning)
         for kind, (color, meaning) in KINDS.items()
@@ -120,13 +120,6 @@ def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
     axes.set_title("Subgroup by subgroup, in the order of their updates", loc="left", fontsize=10, fontweight="bold")
 
 
-def _facts(run: DemoRun, index: int, bars: list[Bar]) -> str:
-    step, num_subgroups = run.steps[index], run.stats["num_subgroups"]
-    kept = num_subgroups - len({bar.subgroup for bar in bars if bar.kind == "read" and bar.start})
-    share = "" if step.share_of_ideal is None else f", {step.share_of_ideal:.0%} of the ideal ({step.limit})"
-    moved, rate = sum(run.counted_bytes) / len(run.steps) / 1e6, (run.rate or 0.0) / 1e9
-    return (
-        f"Step {index + 1}, {step.seconds:.2f} s{share}; {run.num_parameters / 1e6:.1f} million parameters in "
-        f"{num_subgroups} subgroups;\n{moved:.0f} MB a step at {rate:.2f} GB/s, engine {run.stats['engine']}"
-        + (f"; {kept} were still in memory" if kept else "")
-    )
+def _facts(run: DemoRun, index: int) -> str:
+    size = f"{run.num_parameters / 1e6:.1f} million parameters in {run.stats['num_subgroups']} subgroups"
+    return f"Step {index + 1}, {run.steps[index].seconds:.2f} s; {size}, engine {run.stats['engine']}"
