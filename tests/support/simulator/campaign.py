@@ -54,6 +54,7 @@ def prepare() -> None:
     enter(World("", 0.0))
     for mode in MODES:
         training(mode)
+    freeze()
     for seed in _WARM_UP:  # what is imported and made once and kept: a case is the same whatever was before it
         violation_of(draw_case(seed, SUBJECTS))
     dist.destroy_process_group()
