@@ -47,6 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=_needs_quiet, reverse=True)
 
 
+def pytest_collection_finish() -> None:
+    """From here on a collection looks at what tests have made, and not at all of torch, which takes it a long time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test of a worker waits for its turn, before its own time runs; one marked `quiet` has no other beside it."""
@@ -102,15 +108,6 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
-
-
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """A collection looks at what the test has made, and not at all of torch, which takes it a sixth of a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

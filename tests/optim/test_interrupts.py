@@ -220,7 +220,6 @@ def test_a_group_is_added_or_not(make_adamw, strike, stride):
         pair.twin.close()
 
 
-@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @strided(211)
 def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, stride):

@@ -64,7 +64,6 @@ FEW = [("tiers", "ours", 5003), ("forward", "torch", 9001)]
 MANY = [pytest.param(mode, inside, EACH, marks=SLOW) for mode in ("tiers", "forward", "backward") for inside in FRAMES]
 
 
-@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @pytest.mark.parametrize(("mode", "inside", "stride"), [*FEW, *MANY])
 def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, inside, stride, strike):

@@ -701,7 +701,6 @@ def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, 
 
 
 @CAN_GO_ON
-@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @pytest.mark.parametrize("stride", [4001, pytest.param(EACH, marks=SLOW)])
 def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path, stride, strike):

@@ -10,7 +10,6 @@ from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.tiers import EVERYTHING, make, section, train_step
 
 
-@pytest.mark.usefixtures("quick_collections")
 @STRIKES
 @strided(811)
 @pytest.mark.parametrize("overlap", ["off", "forward"])
