@@ -236,13 +236,11 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
 def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
     """The open file and the alignment; None, and no file of ours, where the file system has no direct I/O."""
     try:
-        file = open_in(path.parent, path.name, flags | os.O_DIRECT)
-    except ForeignFolderError:
-        raise
-    except OSError as error:
+        file = _open_or_raise(path, flags | os.O_DIRECT)
+    except SwapIOError as error:
         # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
         if error.errno != errno.EINVAL:
-            raise _allocation_error(error, path) from error
+            raise
     else:
         reported = reported_alignment(file.fileno())
         if reported != NO_DIRECT_IO:
@@ -259,11 +257,7 @@ def _open_or_raise(path: Path, flags: int) -> Descriptor:
     except ForeignFolderError:
         raise
     except OSError as error:
-        raise _allocation_error(error, path) from error
-
-
-def _allocation_error(error: OSError, path: Path) -> SwapIOError:
-    return SwapIOError(error.errno or errno.EIO, path=path, direction="allocate")
+        raise SwapIOError(error.errno or errno.EIO, path=path, direction="allocate") from error
 
 
 def reported_alignment(fd: int) -> tuple[int, int] | None:
