@@ -34,10 +34,9 @@ def begun(engine, step=1):
     engine.optimizer.synchronize()
     engine.backward(loss_of(engine, step))
     optimizer = engine.optimizer
-    before = optimizer.stats().updates_in_backward
     optimizer.store.worker.wait_until(lambda: optimizer.store.worker.failure is not None or optimizer.store.record.done)
     assert optimizer.store.worker.failure is not None or optimizer.stats().updates_in_backward > 0
-    return optimizer, before
+    return optimizer
 
 
 def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path):
@@ -45,7 +44,7 @@ def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path
     for mode in ("off", "backward"):
         with model(config_of(tmp_path, mode)) as engine:
             if mode == "backward":
-                optimizer, _ = begun(engine)
+                optimizer = begun(engine)
                 [group] = optimizer.param_groups
                 group["lr"] = 0.5
                 with pytest.raises(StateError, match=r"lr of group 0 .*0\.01.*Set it back and call step"):
@@ -63,7 +62,7 @@ def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path
 @pytest.mark.parametrize("in_place", [True, False], ids=["changed", "exchanged"])
 def test_a_gradient_that_is_changed_after_backward_is_an_error(alone, tmp_path, in_place):
     with model(config_of(tmp_path, "backward")) as engine:
-        optimizer, _ = begun(engine)
+        optimizer = begun(engine)
         weight = engine.module.head.weight
         weight.grad = weight.grad.mul_(0.5) if in_place else weight.grad * 0.5
         with pytest.raises(StateError, match="gradients that have changed since"):
@@ -72,7 +71,7 @@ def test_a_gradient_that_is_changed_after_backward_is_an_error(alone, tmp_path, 
 
 def test_nobody_reads_between_backward_and_step(alone, tmp_path):
     with model(config_of(tmp_path, "backward")) as engine:
-        optimizer, _ = begun(engine)
+        optimizer = begun(engine)
         for read in (optimizer.state_dict, next(engine.module.parameters()).clone, optimizer.synchronize):
             with pytest.raises(StateError, match="call step"):
                 read()
@@ -106,7 +105,7 @@ def test_a_second_backward_is_an_error(alone, tmp_path):
 
 def test_gradients_that_are_dropped_after_updates_leave_a_step_that_cannot_be_finished(alone, tmp_path):
     with model(config_of(tmp_path, "backward")) as engine:
-        optimizer, _ = begun(engine)
+        optimizer = begun(engine)
         optimizer.zero_grad()
         assert optimizer.has_unfinished_step
         for call in (optimizer.step, optimizer.finish_step, lambda: loss_of(engine.module, 2)):
