@@ -112,7 +112,7 @@ class Inbox:
 
     def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
         """Return a gradient's tile sums; `final` marks when one on a device can be read."""
-        if final is None or not self._store.mirror.is_in_use:
+        if final is None:
             return tile_sums(grad, self._store.kernels)
         with self._store.mirror.come_after(final):
             return sums_from_device({0: grad}, self._store.means.fused)[0]

@@ -102,11 +102,6 @@ class DeviceMirror:
         self._mirrors, self._ready = mirrors, {}
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether anything is mirrored."""
-        return bool(self._mirrors)
-
-    @property
     def size_bytes(self) -> int:
         """Pinned host memory of all mirrors."""
         return sum(mirror.size_bytes for mirror in self._mirrors)
@@ -127,7 +122,10 @@ class DeviceMirror:
 
     def come_after(self, mark: Event) -> AbstractContextManager[object]:
         """Let copies of this step, and operators in the context returned, come after a gradient's mark."""
-        self._down.come_after(mark)
+        if self._mirrors:
+            self._down.come_after(mark)
+        else:  # all state is on the device: what looks is queued on this thread's own stream
+            mark.synchronize()
         return self.looking()
 
     def looking(self) -> AbstractContextManager[object]:

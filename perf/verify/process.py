@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from nvme_offload.offload.devices.device import current_of, page_lock
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.optimizers.adamw import OffloadAdamW
-from nvme_offload.optim.zero.initialize import initialize
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site, WrongError, must_be_near, must_equal
-from nvme_offload.perf.verify.training import BF16, Slopes, full, layered_run, slope_run, take_slope_steps
+from nvme_offload.perf.verify.training import BF16, layered_run, slope_run
 from nvme_offload.perf.verify.updates import Params, section, trained
 
 _KEPT: dict[str, Any] = {"gradient_clipping": 0.1, **BF16}
@@ -164,9 +163,7 @@ def one_rank(told: Iterator[Any], send: Send) -> None:
         torch.get_device_module(device).set_device(rank)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=f"file://{meeting}/store", rank=rank, world_size=count)
-    with initialize(Slopes().to(device), section(drive, **BF16)) as engine:
-        take_slope_steps(engine, device)
-        values, norm = full(engine), engine.get_global_grad_norm()
+    values, norm = slope_run(device, section(drive, **BF16))
     if rank == 0:
         torch.save((values, norm, backend), meeting / "values")
     dist.barrier()

@@ -18,7 +18,7 @@ from nvme_offload.perf.verify.updates import section, values_of
 
 BF16 = MODES["bf16"]
 LAYERS, ROWS, COLUMNS = 4, 331, 257
-STEPS = 3
+STEPS, NEXT_STEP = range(3), range(3, 4)
 BUSY = {True: 4096, False: 8}
 """Products of matrices of this size keep a device behind the host."""
 _LINKS = 20
@@ -34,7 +34,7 @@ class _Slope(nn.Module):
         self.weight = nn.Parameter(values_of((ROWS, COLUMNS), seed, 0.05))
 
     def forward(self, total: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        return total + (self.weight * slope).sum(dtype=torch.float32)
+        return total + (self.weight * slope).sum(dtype=torch.float64).float()  # in whatever order, the same bits
 
 
 class Slopes(nn.Module):
@@ -61,23 +61,25 @@ def full(engine: OffloadEngine) -> Values:
     }
 
 
-def take_slope_steps(engine: OffloadEngine, device: str, first: int = 0, steps: int = STEPS, busy: int = 8) -> None:
-    """Steps with gradients from the number of the step, each at the end of a queue of products of so many rows."""
-    square = torch.ones(busy, busy, device=device)
-    for step in range(first, first + steps):
+def take_slope_steps(engine: OffloadEngine, device: str, steps: range = STEPS, busy: int = 8) -> list[torch.Tensor]:
+    """Losses of steps with gradients from the step's number, each at the end of a queue of products of so many rows."""
+    square, losses = torch.ones(busy, busy, device=device), []
+    for step in steps:
         for micro in range(engine.gradient_accumulation_steps):
             slopes = values_of((LAYERS, ROWS, COLUMNS), 100 * step + micro, 0.1).bfloat16().float()
             for _ in range(_LINKS):
                 torch.mm(square, square)
-            engine.backward(engine(slopes.to(device)))
+            losses.append(engine(slopes.to(device)))
+            engine.backward(losses[-1])
             engine.step()
+    return losses
 
 
 def slope_run(device: str, config: dict[str, Any], busy: int = 8) -> tuple[Values, float]:
-    """Parameters and states after a few steps, and the last norm; see `take_slope_steps`."""
+    """Losses of a few steps, parameters and states after them, and the last norm; see `take_slope_steps`."""
     with initialize(Slopes().to(device), config) as engine:
-        take_slope_steps(engine, device, busy=busy)
-        return full(engine), engine.get_global_grad_norm()
+        losses = take_slope_steps(engine, device, busy=busy)
+        return {"losses": losses, **full(engine)}, engine.get_global_grad_norm()
 
 
 def gradients(site: Site) -> Found:
@@ -136,7 +138,7 @@ def layered_run(site: Site, config: dict[str, Any], backend: str = "") -> tuple[
     for layer in model if backend else ():
         layer.compile(backend=backend)
     with initialize(model, config) as engine:
-        for step in range(STEPS):
+        for step in STEPS:
             batch = values_of((64, width), step, 1.0).to(site.device)
             loss = engine(batch).float().square().mean()
             engine.backward(loss)
@@ -175,15 +177,15 @@ def checkpoint(site: Site) -> Found:
             take_slope_steps(engine, site.device)
             engine.save_checkpoint(folder)
             saved = full(engine)
-            take_slope_steps(engine, site.device, STEPS, 1)
+            take_slope_steps(engine, site.device, NEXT_STEP)
             later = full(engine)
             engine.load_checkpoint(folder)
             must_equal(full(engine), saved, "what was loaded")
-            take_slope_steps(engine, site.device, STEPS, 1)
+            take_slope_steps(engine, site.device, NEXT_STEP)
             must_equal(full(engine), later, "the step after loading")
         with initialize(Slopes(), section(None, **BF16)) as engine:
             engine.load_checkpoint(folder)
             must_equal(full(engine), saved, "what was loaded on the CPU")
-            take_slope_steps(engine, "cpu", STEPS, 1)
+            take_slope_steps(engine, "cpu", NEXT_STEP)
             must_equal(full(engine), later, "the step after loading on the CPU")
     return Found("goes on with the same bits", {})

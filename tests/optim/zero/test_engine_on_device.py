@@ -2,16 +2,14 @@
 
 import itertools
 import json
+import math
 import tempfile
 from contextlib import nullcontext
 
 import pytest
-import torch.distributed as dist
 
-from tests.support.late_device.engine import WIDTH, train
-from tests.support.late_device.module import install, late_device
+from tests.support.late_device.engine import WIDTH, trained_by_a_rank
 from tests.support.late_device.mutations import (
-    MUTATIONS,
     OF_ENGINES,
     OF_GRADIENTS,
     OF_PARAMETERS,
@@ -22,7 +20,7 @@ from tests.support.late_device.mutations import (
 from tests.support.ranks import run_ranks
 from tests.support.training import run_child
 
-CODE = "import runpy, sys; sys.argv[0] = ''; runpy.run_module('tests.support.late_device.engine', run_name='__main__')"
+IN_BACKWARD = ("backward", "speculate")
 DRIVE = {"device": "nvme", "nvme_path": "DRIVE"}
 LAYER_BYTES = (WIDTH + 1) * WIDTH * 4  # of a gradient in fp32
 
@@ -55,6 +53,13 @@ SECTIONS = {
     "activations on nvme": section("cpu", accumulation=2, **BF16, activations=KEPT | {"keep": "all"}),
     "nothing on the device, nvme": section("nvme", "nvme", 2, "nvme", model={"num_layers": 6, "tied": True}),
 }
+
+
+def behind(schedule, *arguments, gradients="none", **more):
+    clips = {} if schedule == "forward" else {"gradient_clipping": 0.0, "skip_non_finite": False}
+    return section(gradients, *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
+
+
 MORE = {
     "boundaries on nvme, autocast": section(
         "nvme", "nvme", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}, activations=KEPT
@@ -62,30 +67,26 @@ MORE = {
     "boundaries on nvme, block by block": section(
         "nvme", "nvme", 3, "nvme", micro_batch_order="vertical", activations=KEPT | {"keep": "boundaries"}, **BF16
     ),
-    "nothing moved, bf16": section("none", **BF16),
-    "nothing moved, fp32, state on nvme": section("none", "nvme"),
-    "host memory, fp32": section("cpu"),
-    "host memory, fp16, state on nvme": section("cpu", "nvme", **FP16),
     "nvme, bf16, two buffers": section("nvme", **BF16) | {"offload_gradients": {**DRIVE, "buffer_count": 2}},
     "nvme, fp16, added up, checksums": section("nvme", "nvme", 3, **FP16, aio={"checksums": True}),
-    "nvme with a budget, bf16": section("nvme", "nvme", 2, **BF16, host_budget="24MiB"),
-    "parameters in host memory, with a budget": section("nvme", "nvme", 2, "nvme", **BF16, host_budget="24MiB"),
+    "nvme, with a budget": section("nvme", "nvme", 2, "nvme", **BF16, host_budget="24MiB"),
     "recomputed in backward": section("nvme", "nvme", 2, "nvme", model={"recomputed": True, "tied": True}, **BF16),
     "born on meta, tied": section("cpu", "nvme", 1, "nvme", model={"meta": True, "tied": True}, **FP16),
     "under autocast": section("cpu", "cpu", 2, "nvme", torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "stage 2": section("cpu", params="cpu", **BF16)
     | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
-    "state on the device, bf16": section("none", "nvme", **BF16, device_budget="1GiB"),
-    "state on the device, gradients in host memory, fp16": section("cpu", accumulation=2, **FP16, device_budget="1GiB"),
-    "state on the device, gradients on nvme, fp32": section("nvme", "nvme", 2, device_budget="1GiB"),
+    "tied, recomputed, in backward": behind("backward", "nvme", 2, model={"tied": True, "recomputed": True}, **BF16),
+    "a part of the state on the device": behind("forward", "nvme", device_budget="40KiB", **BF16),
     "nothing can be pinned": section("nvme", "nvme", 2, "cpu", refusals=1000, **BF16),
     "nvme, nothing pinned": section("nvme", accumulation=2, **BF16)
     | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
 }
 
 
-def trained(sections, mutation=""):
-    return json.loads(run_child(CODE, json.dumps(sections), mutation, timeout=280))
+def trained(sections, mutation="", ranks=1):
+    """Return what each section gives on the CPU and on the stand-in, on every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [*itertools.chain(*run_ranks(trained_by_a_rank, ranks, sections, folder, mutation))]
 
 
 def assert_all_same(results):
@@ -99,19 +100,6 @@ def assert_same(expected, found):
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12, nan_ok=True)
 
 
-def behind(schedule, *arguments, gradients="none", **more):
-    clips = {} if schedule == "forward" else {"gradient_clipping": 0.0, "skip_non_finite": False}
-    return section(gradients, *arguments, overlap_step=schedule, **{"model": {"num_layers": 6}, **more}) | clips
-
-
-def speculating(accumulation=1, period=1, **more):
-    """Steps of which one is clipped and one skipped; something is read in the middle of one in four."""
-    scales, model = [1, 1, 1, 1, 300, 1, 1, float("inf"), 1, 1, 1], {"width": 256, "slow": True}
-    chosen = section("none", "nvme", accumulation, scales=scales, model=model, overlap_step="speculate", **more)
-    chosen["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True, "rewrite_every": period}
-    return chosen | {"gradient_clipping": 10.0}
-
-
 SIZES = {
     "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)],
     "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)],
@@ -121,7 +109,6 @@ BEHIND = {
     "forward": behind("forward", "nvme"),
     "backward": behind("backward", "nvme", 2, **BF16),
     SUBGROUPS: behind("backward", "nvme", model={"width": 256, "slow": True}, **BF16),
-    "guessed": speculating(**BF16),
     "forward, gradients in host memory": behind("forward", "nvme", gradients="cpu", **BF16),
 }
 
@@ -142,6 +129,9 @@ def test_training_on_a_device_gives_the_bits_of_the_cpu(results, name):
     assert found["norms"] == expected["norms"]  # the sums are the CPU's
     assert found["updates_behind"] > 0, "which is so where the section does not say otherwise"
     assert max(found["growth"], default=0) <= 8 + 2 * LAYER_BYTES  # a loss, and of all gradients the last two
+    summed, landed, over = found["summed"], "all have landed", "step() is over"
+    assert {*summed} - {landed, over} == {"nvme_offload: gradients"}, "threads that sum squares"
+    assert {after for before, after in itertools.pairwise(summed) if before == landed} <= {over}, "none inside step()"
 
 
 def assert_memory_is_flat(results, itemsize):
@@ -167,7 +157,7 @@ def test_nothing_on_the_device_grows_with_the_model(results, name, itemsize):
         assert {*few["waits"], *many["waits"]} <= {0, 1}, "of the host, in every step, however many layers there are"
 
 
-@pytest.mark.parametrize("schedule", [name for name in BEHIND if name != "guessed"])
+@pytest.mark.parametrize("schedule", BEHIND)
 def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, schedule):
     expected, found = results[schedule]
     assert_same(expected, found)
@@ -176,95 +166,75 @@ def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, 
         assert found["updates_behind"] > 0
 
 
-def test_what_is_updated_with_a_guess_in_backward_is_taken_back(results):
-    expected, found = results["guessed"]
-    assert_same(expected, found)
-    assert found["updates_in_backward"] > found["updates_taken_back"] > 0
-    guesses, wrong, skipped = found["guesses"]
-    assert guesses > wrong >= 2
-    assert skipped == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [{}, FP16, BF16], ids=["fp32", "fp16", "bf16"])
-def test_guesses_in_other_precisions_with_accumulation_and_a_log(mode):
-    # Two micro-batches have a smaller norm than one: this clips the same step.
-    [(expected, found)] = trained([speculating(2, 3 if mode else 1, **mode) | {"gradient_clipping": 7.0}])
-    assert_same(expected, found)
-    assert found["updates_in_backward"] > found["updates_taken_back"] > 0
-
-
-@pytest.mark.slow
-def test_schedules_of_updates():
-    sections = [
-        behind(schedule, state, accumulation, **more)
-        for schedule, state, accumulation, more in itertools.product(
-            ("forward", "backward"), ("cpu", "nvme"), (1, 2), (BF16, {}, {"model": {"tied": True, "recomputed": True}})
-        )
-    ]
-    sections += [
-        behind(schedule, state, 2, gradients="cpu", **more)
-        for schedule, state, more in itertools.product(("forward", "backward"), ("cpu", "nvme"), (BF16, {}))
-    ]
-    sections += [behind("forward", "nvme", gradients="cpu", **FP16)]
-    sections += [behind("forward", "nvme", **FP16), behind("forward", "nvme", device_budget="40KiB", **BF16)]
-    for number, (expected, found) in enumerate(trained(sections)):
-        assert found["losses"] == expected["losses"], sections[number]
-        assert_same(expected, found)
-
-
-def _trained_by_a_rank(rank, world_size, section, folder, mutation=""):
-    """On the CPU and on the stand-in, over groups as `initialize` makes them; each device runs its first backward."""
-    mistake = MUTATIONS[mutation] if mutation else nullcontext
-    install()
-    found = []
-    for device in ("cpu", "late"):
-        dist.destroy_process_group()
-        is_late = device == "late"
-        with late_device() if is_late else nullcontext(), tempfile.TemporaryDirectory() as drive:
-            store = dist.FileStore(f"{folder}/{device}", world_size)
-            dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
-            with mistake() if is_late else nullcontext():
-                found.append(train(device, drive, section))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
-def test_ranks_gather_from_blocks_as_fsdp2_does(where, tmp_path):
-    sections = section(where, "nvme", 2, where, model={"num_layers": 6}, **BF16)
-    for expected, found in run_ranks(_trained_by_a_rank, 2, sections, str(tmp_path)):
-        assert_same(expected, found)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", ["", *OF_RANKS])
-def test_ranks_update_in_backward_what_another_stream_has_reduced(mutation, tmp_path):
+def test_ranks_update_in_backward_what_another_stream_has_reduced(mutation):
     """And say so where they take it for computed on the stream that others compute on."""
     with pytest.raises(AssertionError) if mutation else nullcontext():
-        for expected, found in run_ranks(_trained_by_a_rank, 2, BEHIND[SUBGROUPS], str(tmp_path), mutation):
-            assert_same(expected, found)
+        assert_all_same(trained([BEHIND[SUBGROUPS]], mutation, ranks=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("params", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("mode", [BF16, FP16, {}], ids=["bf16", "fp16", "fp32"])
-def test_all_mixes_of_tiers(params, mode):
-    mixes = list(itertools.product(("none", "cpu", "nvme"), ("cpu", "nvme")))
-    sections = [section(gradients, state, 2, params, **mode) for gradients, state in mixes]
-    for mix, (expected, found) in zip(mixes, trained(sections), strict=True):
-        assert found["losses"] == expected["losses"], mix
-        assert_same(expected, found)
+TIERS = [
+    (state, params, gradients, period)
+    for state, params, gradients in itertools.product(("device", "cpu", "nvme"), *[("none", "cpu", "nvme")] * 2)
+    if state != "device" or params == "none"  # what of parameters leaves takes their state along
+    for period in ((0, 1, 3) if state == "nvme" else (0,))
+]
+CASES = [
+    (ranks, schedule, tiers)
+    for ranks, schedule, tiers in itertools.product((1, 2), ("off", "forward", "backward", "speculate"), TIERS)
+    if schedule != "speculate" or tiers[-1]  # what was guessed wrong is taken back from what a durable run has written
+    # The stand-in gives away a gradient before the stream of reductions, as FSDP2 has it do, waits for who reads it.
+    if ranks == 1 or tiers[::2] != ("device", "none")
+]
+IN_EVERY_RUN = [*CASES[6::37], (1, "backward", ("device", "none", "none", 0))]  # every value of each of the six axes
+
+
+def begins_in_backward(schedule, tiers):
+    """With nothing between host and device that would come in its way."""
+    return schedule in IN_BACKWARD and tiers[0] != "device" and tiers[1:3] == ("none", "none")
+
+
+def case_of(schedule, tiers):
+    """Precision and number of micro-batches go round, so that each comes to each value of an axis."""
+    (state, params, gradients, period), number = tiers, TIERS.index(tiers)
+    mode = (BF16, {}, BF16 if schedule == "backward" else FP16)[number % 3]
+    chosen = section(gradients, state.replace("device", "cpu"), 1 + number % 2, params, overlap_step=schedule, **mode)
+    if schedule in IN_BACKWARD:
+        chosen["model"] = {"width": 256, "slow": begins_in_backward(schedule, tiers)}  # several subgroups
+    if schedule == "backward":
+        chosen |= {"gradient_clipping": 0.0, "skip_non_finite": False}
+    if schedule == "speculate":  # two micro-batches have a smaller norm than one
+        chosen |= {"gradient_clipping": 10.0 - 3 * (number % 2), "scales": [1, 1, 1, 300, 1, math.inf, 1]}
+    if state == "device":
+        chosen["device_budget"] = "1GiB"
+    if period:
+        chosen["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True, "rewrite_every": period}
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "tiers"),
+    [pytest.param(*case, id=str(case), marks=() if case in IN_EVERY_RUN else pytest.mark.slow) for case in CASES],
+)
+def test_any_mix_of_tiers_schedules_and_ranks_has_the_bits_of_the_cpu(ranks, schedule, tiers):
+    """State, parameters and gradients, each on any tier; 0, or after how many steps a durable run writes all anew."""
+    state, _, gradients, _ = tiers
+    results = trained([case_of(schedule, tiers)], ranks=ranks)
+    assert_all_same(results)
+    for _, found in results:
+        assert (found["device_state_bytes"] > 0) == (state == "device")
+        assert gradients != "none" or max(found["growth"]) > 4 * WIDTH * WIDTH * 2 / ranks, "there they are"
+        begins = begins_in_backward(schedule, tiers)
+        assert (found["updates_in_backward"] > 0) == begins
+        assert (found["updates_taken_back"] > 0) == (begins and schedule == "speculate")
+        assert found["skipped"] == (schedule == "speculate")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_other_mixes_of_tiers(name):
-    [(expected, found)] = trained([MORE[name]])
-    assert_same(expected, found)
-    if name.startswith("nothing moved"):
-        assert max(found["growth"]) > 4 * 48 * 48 * 2  # there they are; later ones take the place of those before
-    assert (found["device_state_bytes"] > 0) == ("state on the device" in name)
+    assert_all_same(trained([MORE[name]]))
 
 
 MUON = {"type": "Muon", "params": {"lr": 0.02}}
@@ -350,7 +320,7 @@ FOUND_IN = {
     "updates behind a step are not waited for by readers": BEHIND["forward"],
     "updates behind a step are not waited for by a gather": BEHIND["forward"],
     "what is fetched ahead lacks gradients": BEHIND[SUBGROUPS],
-    "what is taken back goes before what went up": BEHIND["guessed"],
+    "what is taken back goes before what went up": case_of("speculate", ("nvme", "none", "none", 1)),
     "a gradient is looked at before it has landed": SECTIONS["host memory, bf16, added up"],
     "the norm is taken before gradients have landed": SECTIONS["host memory, bf16, added up"],
     "a gradient is copied before it is computed": SECTIONS["host memory, bf16, added up"],

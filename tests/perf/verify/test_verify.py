@@ -78,6 +78,7 @@ def test_all_of_it_on_the_stand_in(tmp_path, monkeypatch):
         ("a buffer is written before its copy is done", "swapper"),
         ("a gradient is summed before it has landed", "gradients"),
         ("the worker does not wait for its copies", "gradients"),
+        ("updates behind a step are not waited for by a gather", "gradients"),
         ("a block is written before its gradients have landed", "gradients"),
         ("what a gradient had waits for the host", "growth"),
         ("a thread begins with another device", "growth"),

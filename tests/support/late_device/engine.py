@@ -6,18 +6,22 @@ How many devices may run backward is fixed by the first backward of a process, s
 import gc
 import hashlib
 import json
-import sys
+import os
 import tempfile
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param, initialize
+from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
@@ -85,8 +89,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         model = Model(**how).to(device)
         model.tie()
     LATE.peak_bytes = 0
-    losses, norms, growth, waits, number = [], [], [], [], 0
-    with initialize(model, section, mesh=mesh) as engine:
+    losses, norms, growth, waits, number, summed = [], [], [], [], 0, []
+    with _noting_sums(summed), initialize(model, section, mesh=mesh) as engine:
         del model
         born_bytes, LATE.peak_bytes = LATE.peak_bytes, 0
         LATE.copies_of.clear()
@@ -117,7 +121,9 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 if step == 1 and section["offload_gradients"]["device"] != "none":
                     losses.append(get_full_grad(engine.optimizer.param_groups[0]["params"][0]).float().sum())
+                    summed.append("all have landed")
                 engine.step()
+                summed.append("step() is over")
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
@@ -134,13 +140,25 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "born_bytes": born_bytes - before_bytes,
         "peak_bytes": peak_bytes - before_bytes,
         "waits": waits,
+        "summed": summed,
         "copies_where_it_computes": num_copies,
         "device_state_bytes": stats.device_state_bytes,
         "updates_behind": stats.updates_behind,
         "updates_in_backward": stats.updates_in_backward,
         "updates_taken_back": stats.updates_taken_back,
-        "guesses": [stats.guesses, stats.wrong_guesses, stats.skipped_steps],
+        "skipped": stats.skipped_steps,
     }
+
+
+def _noting_sums(names: list[str]) -> Any:
+    """Return a context in which the thread's name is noted whenever the CPU sums squares of a gradient."""
+    take_sums = KernelPool.tile_sq_sums
+
+    def noted(pool: KernelPool, *grads: torch.Tensor) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        return take_sums(pool, *grads)
+
+    return patch.object(KernelPool, "tile_sq_sums", noted)
 
 
 def short_of_memory(section: dict[str, Any], mutation: str = "") -> dict[str, Any]:
@@ -190,19 +208,27 @@ def _once_more(engine: Any, work: Any) -> Any:
         return work()
 
 
-def main(sections: list[dict[str, Any]], mutation: str) -> None:
-    """Print what each section gives on the CPU and on the stand-in."""
+def trained_by_a_rank(
+    rank: int, world_size: int, sections: list[dict[str, Any]], folder: str, mutation: str = ""
+) -> list[list[dict[str, Any]]]:
+    """Return what each section gives on the CPU and on the stand-in, with a drive in `folder` that ranks share.
+
+    Several ranks get groups as `initialize` makes them; one alone has it make its own.
+    """
     install()
-    found = []
-    for section in sections:
-        with tempfile.TemporaryDirectory() as folder:
-            for device in ("cpu", "late"):  # what is durable stays
-                Path(folder, device).mkdir()
-            expected = train("cpu", str(Path(folder, "cpu")), section)
-            with late_device(), MUTATIONS[mutation]() if mutation else nullcontext():
-                found.append([expected, train("late", str(Path(folder, "late")), section)])
-    sys.stdout.write(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+    found, mistake = [], MUTATIONS[mutation] if mutation else nullcontext
+    for number, section in enumerate(sections):
+        each = []
+        for device in ("cpu", "late"):
+            is_late, drive = device == "late", Path(folder, f"{number}{device}")
+            drive.mkdir(exist_ok=True)
+            dist.destroy_process_group()
+            if world_size > 1:
+                store = dist.FileStore(f"{drive}.store", world_size)
+                dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
+            else:
+                os.environ.pop("RANK", None), os.environ.pop("WORLD_SIZE", None)
+            with late_device() if is_late else nullcontext(), mistake() if is_late else nullcontext():
+                each.append(train(device, str(drive), section))
+        found.append(each)
+    return found

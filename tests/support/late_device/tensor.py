@@ -278,12 +278,20 @@ def _queue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         poison(target)
 
     def run() -> None:
-        found = [leaf for leaf in tree_flatten(func(*plain_args, **plain_kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        plain = _as_the_cpu_has_them(func, plain_args)
+        found = [leaf for leaf in tree_flatten(func(*plain, **plain_kwargs))[0] if isinstance(leaf, torch.Tensor)]
         for target, value in zip(targets, found, strict=True):
             target.copy_(value)
 
     _launch(Work(run, [*touches, *targets]), device)
     return tree_unflatten([_wrapped(result, device) for result in results], result_layout)
+
+
+def _as_the_cpu_has_them(func: Any, args: Any) -> Any:
+    """The statistics of a layer norm are fp32 on a device; on the CPU they have the dtype of its weight."""
+    if func is not aten.native_layer_norm_backward.default:
+        return args
+    return (*args[:3], *(statistic.to(args[5].dtype) for statistic in args[3:5]), *args[5:])
 
 
 def _meta(leaf: Any) -> Any:
