@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 
 from nvme_offload.aio_native import Op
-from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, is_device, queued
+from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, copy_alone, is_device, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.staging.slot import Residency, Staging
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.pieces import Piece, StoredValue, TensorSpec, spans
+from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece, StoredValue, TensorSpec, spans
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,10 @@ class Task(ABC):
         """Copy pairs of target and source: here and now, or by a device, which is waited for."""
         if self.ready is None:
             for target, source in pairs:
-                target.copy_(source)
+                if source.nbytes < MIN_PIECE_BYTES:
+                    copy_alone(target, source)
+                else:  # worth the wait for torch's threads
+                    target.copy_(source)
             return
         queue = queues(self.tensor.device)
         queue.come_after(self.ready)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
+from nvme_offload.offload.devices.device import copy_alone
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import Sums, check_sums
@@ -122,7 +121,7 @@ class Sealing:
         self._mirror.end_step()
         for run, tail in self.logs.tails(slot.subgroup, memory):
             with self._table[run.param].reaching(run, change=False) as param:
-                _copy(tail[: run.numel], param)
+                copy_alone(tail[: run.numel], param)
             tail[run.numel :].zero_()
 
     def replay(self, slot: SlotRecord) -> None:
@@ -211,14 +210,3 @@ class Sealing:
 def _log_of(slot: SlotRecord) -> LogState:
     assert slot.log is not None
     return slot.log
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1D tensors of one dtype, from host memory in this thread alone.
-
-    Torch's threads meet at a barrier, for which a busy machine needs 20 ms where the copy itself needs one.
-    """
-    if source.device.type == "cpu":
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-    else:
-        target.copy_(source)
