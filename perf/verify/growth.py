@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile, supported_activities
 
 from nvme_offload.offload._torch_private import has_context
 from nvme_offload.offload.units import format_bytes
@@ -44,7 +45,8 @@ def growth(site: Site) -> Found:
         raise WrongError(f"this process uses device {device.current_device()}, and has contexts on {contexts}")
     text = f"{format_bytes(many['reserved_bytes'])} beside the model, {many['waits_in_step']} waits in a step"
     found = {"few": few, "many": many, "contexts": contexts}
-    return Found(f"{LAYERS[0]} and {LAYERS[1]} layers: {text}", found)
+    launches = f", {many['launches']} launches in an iteration" if many["launches"] else ""  # else nobody counts them
+    return Found(f"{LAYERS[0]} and {LAYERS[1]} layers: {text}{launches}", found)
 
 
 def _measured(site: Site, layers: int) -> dict[str, int]:
@@ -73,7 +75,13 @@ def _measured(site: Site, layers: int) -> dict[str, int]:
             engine.step()
             in_step = _count(waits) - in_passes
         reserved = device.max_memory_reserved() - before
-    return {"layers": layers, "reserved_bytes": reserved, "waits_in_passes": in_passes, "waits_in_step": in_step}
+        with profile(activities=supported_activities()) as counted:  # type: ignore[no-untyped-call]
+            engine.backward(engine(batch).float().square().mean())
+            engine.step()
+            engine.optimizer.synchronize()
+        launches = sum(each.count for each in counted.key_averages() if each.key.startswith("cudaLaunchKernel"))
+    waits_of = {"waits_in_passes": in_passes, "waits_in_step": in_step}
+    return {"layers": layers, "reserved_bytes": reserved, **waits_of, "launches": launches}
 
 
 @contextmanager
