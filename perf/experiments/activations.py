@@ -16,7 +16,7 @@ import typer
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.activations.blocks import checkpoint_calls
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.units import GB, GiB, MiB, format_bytes
+from nvme_offload.offload.units import GB, GiB, MiB
 from nvme_offload.perf.experiments.plan_check import drive_rates
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
@@ -33,8 +33,8 @@ Way = Literal["plain", "checkpointing", "boundaries", "attention", "all"]
 WAYS: tuple[Way, ...] = ("plain", "checkpointing", "boundaries", "attention", "all")
 """The first two keep all in memory; the others name what is kept on the drive beyond the budget."""
 DEPTHS = [8, 16, 32]
-BUDGET_BOUNDARIES = 4
-"""The drive gets what is beyond so many inputs of layers."""
+BUDGETS = {"boundaries": 4, "attention": 16, "all": 48}
+"""The drive gets what is beyond so many inputs of layers: what three layers keep, so that reads can be ahead."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
 NO_UPDATE = 1e18  # parameters per second: there is no optimizer
@@ -68,7 +68,7 @@ class Iterations:
         if way == "checkpointing":
             self._stack.callback(checkpoint_calls(list(self._model.blocks), lambda: True))
         elif way != "plain":
-            place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget_bytes(width, context)}
+            place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget_bytes(way, width, context)}
             swapper = ActivationSwapper({"activations": {"keep": way, **place}}, model=self._model)
             self._saving = self._stack.enter_context(swapper).saving
 
@@ -96,9 +96,9 @@ class Iterations:
         return found.hexdigest()
 
 
-def budget_bytes(width: int, context: int) -> int:
-    """Return the host memory for what is kept on the drive."""
-    return BUDGET_BOUNDARIES * width * context * torch.float32.itemsize
+def budget_bytes(way: str, width: int, context: int) -> int:
+    """Return the host memory for what a way keeps on the drive."""
+    return BUDGETS[way] * width * context * torch.float32.itemsize
 
 
 def peak_of(told: Iterator[Any], send: Send) -> None:
@@ -138,9 +138,10 @@ def memory(
     save_to: SaveTo = None,
 ) -> None:
     """Measure resident memory at the peak of an iteration, without parameters and gradients, over the model's depth."""
+    budgets = ", ".join(f"{way} {count}" for way, count in BUDGETS.items())
     notes = [
-        f"width {width}, one sequence of {context} tokens, fp32, no optimizer; what is kept on the drive has "
-        f"{format_bytes(budget_bytes(width, context))} of host memory besides staging buffers and memory for reads",
+        f"width {width}, one sequence of {context} tokens, fp32, no optimizer; besides staging buffers and memory for "
+        f"reads there is host memory for so many inputs of layers: {budgets}",
         "the peak of resident memory, less what it was with parameters and gradients there; "
         "malloc gives back at once what is free",
     ]
@@ -199,5 +200,5 @@ def planned(measured: Comparison, layers: int, width: int, context: int, rates: 
 
     _, checkpointing = measured.medians
     flops = seconds({}, 1.0) / checkpointing
-    place = {"keep": measured.name, "device": "nvme", "nvme_path": "/", "host_budget": budget_bytes(width, context)}
-    return seconds(place, flops) / checkpointing
+    place = {"keep": measured.name, "device": "nvme", "nvme_path": "/"}
+    return seconds({**place, "host_budget": budget_bytes(measured.name, width, context)}, flops) / checkpointing
