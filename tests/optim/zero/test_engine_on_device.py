@@ -114,12 +114,12 @@ BEHIND = {
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(once):
     """What all sections that are trained in every run give, by name; they share a process."""
     sections = (
         SECTIONS | BEHIND | {(name, place): each for name, sizes in SIZES.items() for place, each in enumerate(sizes)}
     )
-    return dict(zip(sections, trained(list(sections.values())), strict=True))
+    return once("engine_on_device", lambda _: dict(zip(sections, trained(list(sections.values())), strict=True)))
 
 
 @pytest.mark.parametrize("name", SECTIONS)
