@@ -63,7 +63,7 @@ def params_of(shapes: Iterable[Sequence[int]], *dtypes: torch.dtype) -> list[Par
 
 
 def params_in(optimizer: OffloadAdamW) -> list[Parameter]:
-    """Those of its first group."""
+    """Return the parameters of an optimizer's first group."""
     return optimizer.param_groups[0]["params"]
 
 
