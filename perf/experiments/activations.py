@@ -34,7 +34,7 @@ WAYS: tuple[Way, ...] = ("plain", "checkpointing", "boundaries", "attention", "a
 """The first two keep all in memory; the others name what is kept on the drive beyond the budget."""
 DEPTHS = [8, 16, 32]
 BUDGETS = {"boundaries": 4, "attention": 16, "all": 48}
-"""The drive gets what is beyond so many inputs of layers: what three layers keep, so that reads can be ahead."""
+"""The drive gets what is beyond so many inputs of layers: what two layers keep or more, so that reads can be ahead."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
 NO_UPDATE = 1e18  # parameters per second: there is no optimizer
