@@ -10,7 +10,7 @@ from nvme_offload.aio_native.registry import REGISTRY
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.bench.report import markdown, show, summarized
-from nvme_offload.perf.bench.run import Plan, TargetName, run_bench
+from nvme_offload.perf.bench.run import Plan, run_bench
 from nvme_offload.perf.measure.command_line import (
     AIO,
     HERE,
@@ -50,7 +50,6 @@ def bench(
     rw: Annotated[
         RwChoice, typer.Option(help="Directions; mixed reads and writes 1:1, as an optimizer step does.")
     ] = "all",
-    target: Annotated[TargetName, typer.Option(help="Measure the engine, or OffloadAdamW.step().")] = "raw",
     compare_fio: Annotated[bool, typer.Option("--compare-fio", help="Measure fio in the same minute.")] = False,
     quads: Annotated[
         int | None, typer.Option(help=f"Rounds of --compare-fio in each direction; by default {QUADS}.")
@@ -62,13 +61,11 @@ def bench(
 
     Everything is written before it is read, and verified before it is timed. Knobs are named as in fio.
     """
-    every: tuple[Rw, ...] = ("mixed",) if target == "step" else get_args(Rw)
     wanted = Plan(
         settings=Settings(
             paths=tuple(path), size=size, bs=bs, iodepth=iodepth, numjobs=numjobs, ioengine=ioengine, direct=direct
         ),
-        target=target,
-        directions=every if rw == "all" else (rw,),
+        directions=get_args(Rw) if rw == "all" else (rw,),
         runtime=runtime,
         quads=(QUADS if quads is None else quads) if compare_fio else 0,
     )
@@ -86,4 +83,4 @@ def bench(
         show(document, Console())
     if save_to:  # last: a disk that is full by now must not cost what was measured
         with failures_in_words():
-            say_saved(save(save_to, f"bench-{target}", summarized(document), markdown(document)))
+            say_saved(save(save_to, "bench", summarized(document), markdown(document)))

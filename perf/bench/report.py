@@ -12,7 +12,7 @@ from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
 from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
-from nvme_offload.perf.measure.workloads import STEPS_PER_PASS, Sample
+from nvme_offload.perf.measure.workloads import Sample
 
 HEAD = (
     "rw",
@@ -81,19 +81,16 @@ def _rates(quad: Quad) -> str:
 
 def show(document: dict[str, Any], console: Console) -> None:
     """Print a document of `offload bench` for people."""
-    config = document["config"]
-    settings, engine = config["settings"], document["engine"]
+    settings, engine = document["config"]["settings"], document["engine"]
     lines = [
         *describe(document["environment"]),
-        f"target {config['target']}, size {format_bytes(settings['size'])}, bs {format_bytes(settings['bs'])}, "
+        f"size {format_bytes(settings['size'])}, bs {format_bytes(settings['bs'])}, "
         f"iodepth {settings['iodepth']}, numjobs {settings['numjobs']}",
         f"engine {engine['name']} ({engine['reason']}), direct I/O {'on' if engine['direct'] else 'off'}, "
         f"data {'verified' if document['verified'] else 'not verified: no byte moves'}",
     ]
     if not engine["direct"]:
         lines.append("without direct I/O these figures are those of the page cache, not of the drive")
-    if config["target"] == "step":
-        lines.append(f"a pass is {STEPS_PER_PASS} steps, the writes of the last one waited for")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(*HEAD, box=None, pad_edge=False)
@@ -162,6 +159,6 @@ def summarized(document: dict[str, Any]) -> dict[str, Any]:
 
 def markdown(document: dict[str, Any]) -> str:
     """A document of `offload bench` as a Markdown page."""
-    title = f"offload bench: {document['config']['target']}, engine {document['engine']['name']}"
+    title = f"offload bench: engine {document['engine']['name']}"
     notes = [*slow_lines(document), *comparison_lines(document)]
     return page(title, document["environment"], rows_of(document), notes)

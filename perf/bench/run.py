@@ -4,31 +4,20 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from nvme_offload.aio_native.registry import ENGINES, REGISTRY
+from nvme_offload.aio_native.registry import REGISTRY
 from nvme_offload.offload.progress import progress, say
-from nvme_offload.offload.units import GiB, format_bytes
+from nvme_offload.offload.units import GiB
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.workloads import (
-    MIN_STEP_STAGING_BYTES,
-    STEPS_PER_PASS,
-    RawTarget,
-    Sample,
-    StepTarget,
-)
-
-TargetName = Literal["raw", "step"]
-Target = RawTarget | StepTarget
+from nvme_offload.perf.measure.workloads import RawTarget, Sample
 
 MAX_QUADS = 10_000
 LONGEST_PASS = 4 * GiB  # a long run has many passes, so that a drive that becomes slow is seen
-LEAST_SHARE_OF_STEP = 0.90
-"""Least share of fio for whole steps through the engine that ``auto`` tries first: a step also starts and ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +25,9 @@ class Plan:
     """One call of the command measures this."""
 
     settings: Settings
-    target: TargetName
     directions: tuple[Rw, ...]
     runtime: float  # seconds of passes in each direction; at least one pass
     quads: int = 0  # quads against fio in each direction; 0 leaves fio out
-
-    @property
-    def pass_bytes(self) -> int:
-        """Bytes of one pass: each byte of the region once; steps read and write them."""
-        return self.settings.size * (2 * STEPS_PER_PASS if self.target == "step" else 1)
 
 
 def check(plan: Plan) -> None:
@@ -55,8 +38,9 @@ def check(plan: Plan) -> None:
         raise KnobError("quads", f"{plan.quads} is out of range; choose 0 to {MAX_QUADS}")
     if not plan.runtime >= 0:  # so that nan is refused, too
         raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
-    _check_target(plan)
     if plan.quads:
+        if settings.ioengine == "null":
+            raise KnobError("ioengine", "null moves no bytes: use it without --compare-fio")
         find_fio()
         if len(settings.paths) > 1:
             raise KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
@@ -64,22 +48,10 @@ def check(plan: Plan) -> None:
         check_space(path, needed)
 
 
-def _check_target(plan: Plan) -> None:
-    settings = plan.settings
-    if settings.ioengine == "null" and (plan.target != "raw" or plan.quads):
-        raise KnobError("ioengine", "null moves no bytes: use it with --target raw and without --compare-fio")
-    if plan.target == "step" and plan.directions != ("mixed",):
-        raise KnobError("rw", "a step reads and writes: use --rw mixed (or all) with --target step")
-    least = 8 * MIN_STEP_STAGING_BYTES
-    if plan.target == "step" and settings.size < least:
-        raise KnobError("size", f"so little state stays in the staging buffers; at least {format_bytes(least)}")
-
-
 def space_needed(plan: Plan) -> dict[Path, int]:
-    """Bytes on each path: the region, what the target needs besides, and fio's own file."""
+    """Bytes on each path: the region, and fio's own file."""
     settings = plan.settings
-    slack = settings.size // 16 if plan.target == "step" else 0  # it is verified with a second, small optimizer
-    region = (settings.size + slack) // len(settings.paths)
+    region = settings.size // len(settings.paths)
     return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
 
 
@@ -94,7 +66,7 @@ def run_bench(plan: Plan) -> dict[str, Any]:
         "environment": environment(list(plan.settings.paths)),
         "results": {},
     }
-    with StepTarget(plan.settings) if plan.target == "step" else RawTarget(plan.settings) as target:
+    with RawTarget(plan.settings) as target:
         document["engine"] = {
             "name": target.engine.engine.name,
             "reason": target.engine.reason,
@@ -110,10 +82,10 @@ def run_bench(plan: Plan) -> dict[str, Any]:
     return document
 
 
-def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
+def measured_passes(target: RawTarget, plan: Plan, rw: Rw) -> dict[str, Any]:
     """The result of one direction: passes over the region until the time is used up, and what they come to."""
     samples: list[Sample] = []
-    size_bytes = plan.pass_bytes if plan.target == "step" else min(plan.pass_bytes, LONGEST_PASS)
+    size_bytes = min(plan.settings.size, LONGEST_PASS)
     target.run(rw, size_bytes)  # not counted: the first pass in a direction also warms up
     deadline = time.monotonic() + plan.runtime
     say(f"{rw} ...")
@@ -127,30 +99,27 @@ def measured_passes(target: Target, plan: Plan, rw: Rw) -> dict[str, Any]:
     }
 
 
-def compare_with_fio(target: Target, plan: Plan) -> dict[str, Any]:
+def compare_with_fio(target: RawTarget, plan: Plan) -> dict[str, Any]:
     """Quads and controls in every direction, each said as soon as it is there."""
     document: dict[str, Any] = {}
+    size_bytes = plan.settings.size  # of a pass: each byte of the region once
     with Fio(plan.settings) as fio:
-        document |= {"version": fio.version, "command": fio.command("mixed", plan.pass_bytes)[1:]}
+        document |= {"version": fio.version, "command": fio.command("mixed", size_bytes)[1:]}
         for rw in plan.directions:
 
             def ours(rw: Rw = rw) -> float:
-                return target.run(rw, plan.pass_bytes).bw_bytes
+                return target.run(rw, size_bytes).bw_bytes
 
-            case = Case(name=rw, ours=ours, reference=partial(fio.run, rw, plan.pass_bytes))
+            case = Case(name=rw, ours=ours, reference=partial(fio.run, rw, size_bytes))
             with progress(f"{rw} beside fio", plan.quads) as advance:
                 for comparison in case.measure(plan.quads):
                     say(describe_latest(comparison))
                     advance(1)
-            document[rw] = comparison.to_dict() | _verdict(comparison, plan, target)
+            document[rw] = comparison.to_dict() | _verdict(comparison, target)
     return document
 
 
-def _verdict(comparison: Comparison, plan: Plan, target: Target) -> dict[str, Any]:
+def _verdict(comparison: Comparison, target: RawTarget) -> dict[str, Any]:
     """The least quotient against fio that we call the speed of the drive, if one is promised, and if it is kept."""
-    engine, least = target.engine.engine.name, None
-    if plan.target == "raw":
-        least = REGISTRY[engine].least_share
-    elif plan.target == "step" and engine == ENGINES[0]:
-        least = LEAST_SHARE_OF_STEP
+    least = REGISTRY[target.engine.engine.name].least_share
     return {"least": least, "accepted": None if least is None else comparison.quotient >= least}

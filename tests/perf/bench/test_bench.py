@@ -135,8 +135,7 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
         (("--path", "/no/such/folder"), "is no directory"),
         (("--save", __file__), "is no directory"),
         (("--save", f"{__file__}/results"), "is no directory"),
-        (("--target", "step", "--rw", "read"), "a step reads and writes"),
-        (("--target", "step", "--ioengine", "null"), "moves no bytes"),
+        (("--compare-fio", "--ioengine", "null"), "moves no bytes"),
     ],
 )
 def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, arguments, said):
@@ -146,19 +145,6 @@ def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, argum
     assert said in result.output
     assert arguments[-2] in result.output
     assert not list(tmp_path.iterdir())
-
-
-def test_a_pass_of_step_is_two_steps_and_fio_moves_as_much(tmp_path):
-    size = 32 * MiB
-    result = run("--path", tmp_path, *SMALL, "--size", size, "--target", "step", "--json")
-    assert result.exit_code == 0, result.output
-    (sample,) = json.loads(result.stdout)["results"]["mixed"]["samples"]
-    one = settings(tmp_path, size=size)
-    plan = bench.Plan(settings=one, target="step", directions=("mixed",), runtime=0)
-    assert 3 * size < sample["size_bytes"] <= plan.pass_bytes == 4 * size
-    with bench.StepTarget(one) as target:
-        target.prepare()
-        assert size < target.run("mixed", size).size_bytes <= 2 * size, "asked for less, it takes one"
 
 
 def test_missing_fio_is_told_before_anything_starts(tmp_path, monkeypatch):
