@@ -134,22 +134,22 @@ def remove_leftovers(path: Path) -> int:
         names = [entry.name for entry in entries if _RUN_NAME.fullmatch(entry.name) and entry.name not in living]
     for name in names:
         with contextlib.suppress(OSError):
-            if (size := _delete_if_dead(path / name)) is not None:
+            if size := _delete_if_dead(path / name):  # an empty one may be of a rank that starts
                 logger.warning("removed what a dead run left behind: %s (%s)", path / name, format_bytes(size))
                 freed += size
     return freed
 
 
-def _delete_if_dead(directory: Path) -> int | None:
-    """Return the bytes set free; None if it is not ours, or that of another run by now. OSError: alive, or gone."""
+def _delete_if_dead(directory: Path) -> int:
+    """Return the bytes set free; 0 if it is not ours, or that of another run by now. OSError: alive, or gone."""
     if not _is_ours(directory):
-        return None
+        return 0
     # O_CREAT: a run that died between making its directory and its lock left a directory without one.
     lock = open_in(directory, LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
         if not is_at(directory / LOCK_NAME, lock.fileno()):
-            return None  # somebody else removed it meanwhile, and a run that began made another
+            return 0  # somebody else removed it meanwhile, and a run that began made another
         size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
         _delete(directory)
     finally:

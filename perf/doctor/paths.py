@@ -40,7 +40,7 @@ _STOPS = "a run stops when it starts"
 def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[list[Finding], Drive | None]:
     """Everything about one path, and the drive behind it.
 
-    Writes one nameless file of 1 MiB there, which is gone when this returns, however it returns.
+    It writes 1 MiB there, into a file without a name, which is gone when this returns or raises.
     """
     if (obstacle := check_usable(path)) is not None:
         return [obstacle], None
