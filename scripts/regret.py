@@ -7,9 +7,11 @@ what is measured is the section, not the machine. Each section that fits into th
 plan` is trained in turn, in every other round in the opposite order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ import typer
 
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import MiB, format_bytes
+from nvme_offload.optim.state import placement
 from nvme_offload.optim.zero import block_checks
 from nvme_offload.perf.measure.command_line import SaveTo
 from nvme_offload.perf.measure.experiment import Row, run_experiment
@@ -29,17 +32,20 @@ from nvme_offload.perf.plan.placing import Job
 from nvme_offload.perf.plan.prediction import fits
 from nvme_offload.perf.plan.shape import ModelShape
 
-WIDTH, LAYERS = 1024, 32
+WIDTH, LAYERS = 768, 32
 NUMEL = LAYERS * WIDTH**2
 EVERYTHING = 16 * NUMEL  # bytes of parameters and state in bf16, and of gradients in fp32
 COMPUTE, ALL_STATE = 1.0, 2.0  # seconds of an iteration that computes, and of moving the whole state there and back
-GRAIN = 8 * MiB  # of the budgets by hand
+STAGING = (
+    4 * MiB
+)  # all of it, and the least budget: the model is some hundred times smaller than those that need a drive
+GRAIN = MiB  # of the budgets by hand
 BY_HAND: dict[str, dict[str, Any]] = {
     "state": {},
-    "state, 64 MiB of staging": {"state": {"staging_budget": "64MiB"}},
+    "state, 16 MiB of staging": {"state": {"staging_budget": "16MiB"}},
     "state, 8 buffers": {"state": {"buffer_count": 8}},
     "state, 2 buffers": {"state": {"buffer_count": 2}},
-    "state, subgroups of 2 M": {"sub_group_size": 2_000_000},
+    "state, subgroups of 128 Ki": {"sub_group_size": 2**17, "state": {"staging_budget": "16MiB"}},
     "state, overlap_step off": {"overlap_step": "off"},
     "state, no budget": {"share": 0.0},
     "state, half the budget": {"share": 0.5},
@@ -60,7 +66,7 @@ def by_hand(path: Path, memory: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return fits(Job(shape=shape, config=config, tokens=2, checkpointing=False, baseline_bytes=0), machine)
 
     for name, options in BY_HAND.items():
-        made = section(path, **COMMON, **{key: value for key, value in options.items() if key != "share"})
+        made = small_section(path, **{key: value for key, value in options.items() if key != "share"})
         budgets = (made | {"host_budget": size} for size in range(memory // GRAIN * GRAIN, GRAIN, -GRAIN))
         if (share := options.get("share", 1.0)) and (most := next(filter(has_room, budgets), None)):
             made = most | {"host_budget": int(share * most["host_budget"])}
@@ -70,6 +76,21 @@ def by_hand(path: Path, memory: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 COMMON: dict[str, Any] = {"gradient_clipping": 1.0, "aio": {"engine": STANDS_IN_FOR}, **MODES["bf16"]}
 COMMON["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+
+
+def small_section(path: Path, state: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> dict[str, Any]:
+    """Make a section with the state on NVMe and with staging buffers for a small model."""
+    return section(path, state={"staging_budget": STAGING, **state}, **COMMON, **options)
+
+
+@contextmanager
+def small_machine(memory: int) -> Iterator[Pace]:
+    """Let training find so many bytes of memory, with the least budget of so small a machine, and a paced drive."""
+    with ExitStack() as patches:
+        for module in (block_checks, placement):
+            patches.enter_context(patch.object(module, "LEAST_BUDGET", STAGING))
+        patches.enter_context(patch.object(block_checks, "auto_host_budget", lambda: memory))
+        yield patches.enter_context(paced_drive())
 
 
 def model() -> SleepingModel:
@@ -102,9 +123,9 @@ def moved(training: Training) -> int:
 def outcomes(path: Path, share: float, rounds: int, iterations: int) -> Iterator[Row]:
     """Measure in a memory of this share of everything; give the row of it."""
     memory = int(share * EVERYTHING)
-    auto = section(path, offload="auto", **COMMON)
-    made, found = {"auto": auto, **dict(by_hand(path, memory))}, dict[str, tuple[float, float]]()
-    with paced_drive() as pace, patch.object(block_checks, "auto_host_budget", lambda: memory):
+    found = dict[str, tuple[float, float]]()
+    with small_machine(memory) as pace:
+        made = {"auto": small_section(path, offload="auto"), **dict(by_hand(path, memory))}
         for number in range(rounds):
             for name in list(made)[:: -1 if number % 2 else 1]:
                 once = measured(made[name], pace, iterations)
