@@ -15,15 +15,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).parent.parent.parent
 
 FORKED = mp.get_context("forkserver")  # forks from a process that has done nothing else
-FORKED.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel",
-        "nvme_offload.optim.zero.initialize",
-    ]
-)
+FORKED.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def take_over(environment: dict[str, str]) -> None:
