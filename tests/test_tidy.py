@@ -351,12 +351,15 @@ def test_tensors_are_made_on_a_device_that_is_named(path):
         assert not found, f"{found}: say device=, or it is where torch.set_default_device says"
 
 
-TREES = {path: parsed(path) for path in SOURCES}
-WITH_TENSORS = [
-    tree
-    for path, tree in TREES.items()
-    if path.relative_to(ROOT).parts[0] in ("offload", "optim") and path.name not in TOUCHES_PRIVATE
-]
+@functools.cache
+def with_tensors():
+    return [
+        parsed(path)
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] in ("offload", "optim") and path.name not in TOUCHES_PRIVATE
+    ]
+
+
 MAX_ATTRIBUTES = 12
 MANY_ATTRIBUTES = {
     "ExtentRing": 16,
@@ -377,7 +380,7 @@ HEADLESS = {"how", "of", "those", "what", "where", "whose"}
 
 
 def classes(trees=None):
-    trees = TREES.values() if trees is None else trees
+    trees = map(parsed, SOURCES) if trees is None else trees
     return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
@@ -406,28 +409,28 @@ def is_stored_in_self(node):
 
 
 def test_others_are_told_and_not_written_to():
-    found = writes_to_others(WITH_TENSORS)
+    found = writes_to_others(with_tensors())
     assert len(found) <= MAX_WRITES_TO_OTHERS, f"{len(found)} assignments to others' attributes: call a method"
 
 
 def test_a_state_of_an_enum_changes_in_its_class():
-    enums = {kind.name for kind in classes(WITH_TENSORS) if any("Enum" in ast.unparse(base) for base in kind.bases)}
-    fields = {name for kind in classes(WITH_TENSORS) for name in typed_attributes(kind, enums)}
+    enums = {kind.name for kind in classes(with_tensors()) if any("Enum" in ast.unparse(base) for base in kind.bases)}
+    fields = {name for kind in classes(with_tensors()) for name in typed_attributes(kind, enums)}
     assert {"Residency", "TensorResidency"} <= enums
     assert "residency" in fields
-    found = [ast.unparse(node) for node in writes_to_others(WITH_TENSORS) if node.attr in fields]
+    found = [ast.unparse(node) for node in writes_to_others(with_tensors()) if node.attr in fields]
     assert not found, f"{found}: give the class a table of transitions and one method that makes them"
 
 
 def test_callbacks_are_handed_to_constructors():
     aliases = {
         node.targets[0].id
-        for tree in WITH_TENSORS
+        for tree in with_tensors()
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Callable[")
     }
-    declared = {name for kind in classes(WITH_TENSORS) for name in typed_attributes(kind, aliases | {"Callable"})}
-    found = {node.attr for node in writes_to_others(WITH_TENSORS)} & declared
+    declared = {name for kind in classes(with_tensors()) for name in typed_attributes(kind, aliases | {"Callable"})}
+    found = {node.attr for node in writes_to_others(with_tensors())} & declared
     assert not found, f"assigned after construction: {sorted(found)}; take them as arguments"
 
 
@@ -476,7 +479,9 @@ def docstrings(tree):
 
 
 def test_docstrings_begin_with_a_sentence():
-    words = Counter(text.split()[0].rstrip(",").lower() for tree in TREES.values() for text in docstrings(tree) if text)
+    words = Counter(
+        text.split()[0].rstrip(",").lower() for tree in map(parsed, SOURCES) for text in docstrings(tree) if text
+    )
     wrong = {word: words[word] for word in HEADLESS & words.keys()}
     assert not wrong, f"{wrong}: begin with a subject and a verb, or an imperative"
 

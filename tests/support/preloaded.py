@@ -3,19 +3,21 @@
 import contextlib
 import gc
 import sys
+from importlib import import_module
 
-import hypothesis  # noqa: F401
-import numpy  # noqa: F401
-import pytest  # noqa: F401
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.pipelining
-import torch.distributed.tensor.parallel
-
-import nvme_offload.optim.zero.initialize  # noqa: F401
-
-with contextlib.suppress(ImportError):
-    import transformers.models.llama.modeling_llama  # noqa: F401
+for name in (
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "nvme_offload.optim.zero.initialize",
+    "transformers.models.llama.modeling_llama",
+):
+    with contextlib.suppress(ImportError):
+        import_module(name)
 
 sys.dont_write_bytecode = False  # as conftest.py has it: a flag of this interpreter may say otherwise
 gc.collect()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from nvme_offload.perf.experiments import compare
 from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Seen, distance, same_bits
 from nvme_offload.perf.experiments.peers.worker import Ended, model_of
 from nvme_offload.perf.measure.comparison import Quad
-from scripts import readme_comparison as readme
 from tests.perf.experiments.running import said
 
 SIZE = "1x64"
+
+
+@pytest.fixture
+def readme():
+    return import_module("scripts.readme_comparison")  # it imports matplotlib, which takes a second
 
 
 def compared(*options, folder, status=0):
@@ -22,7 +27,7 @@ def compared(*options, folder, status=0):
 
 
 @pytest.mark.slow
-def test_ours_beside_a_run_in_memory(tmp_path):
+def test_ours_beside_a_run_in_memory(readme, tmp_path):
     compared("--with", "memory", "--save", tmp_path / "saved", folder=tmp_path)
     file = next((tmp_path / "saved").glob("*.json"))
     ours, memory = json.loads(file.read_text())["results"]
@@ -76,7 +81,7 @@ def test_distances(tmp_path):
     assert distance(tmp_path / "half", tmp_path / "end", SIZE) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_row_and_a_picture(tmp_path):
+def test_a_row_and_a_picture(readme, tmp_path):
     found = Seen(
         MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
     )
@@ -87,7 +92,7 @@ def test_a_row_and_a_picture(tmp_path):
     assert b"its result" in drawn
 
 
-def test_the_readme_has_the_latest_result_and_its_picture():
+def test_the_readme_has_the_latest_result_and_its_picture(readme):
     """`python -m scripts.readme_comparison` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
@@ -95,7 +100,7 @@ def test_the_readme_has_the_latest_result_and_its_picture():
     assert path.stem.encode() in readme.PICTURE.read_bytes()
 
 
-def test_another_file_is_no_result(tmp_path):
+def test_another_file_is_no_result(readme, tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bench\.json is no saved comparison .*make one with --save"):
         readme.Result.of_file(tmp_path / "bench.json")
