@@ -114,7 +114,7 @@ def test_stays_with_torch_on_fp32_masters(case, changes, drive):
     masters = [Parameter(p.detach().float()) for p in params]
     theirs = case.make_torch(masters, **changes)
     with case.make(params, section(drive), **changes) as ours:
-        for step in range(100):
+        for step in range(40):
             set_grads(params, step)
             for p, master in zip(params, masters, strict=True):
                 master.grad = p.grad.float()

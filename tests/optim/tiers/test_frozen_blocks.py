@@ -220,7 +220,12 @@ def as_bytes(tensor):
 
 @pytest.mark.parametrize(
     ("ranks", "keys"),
-    [(1, BF16), (1, FP16), (2, BF16), (2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}})],
+    [
+        pytest.param(1, BF16, marks=pytest.mark.slow),
+        (1, FP16),
+        pytest.param(2, BF16, marks=pytest.mark.slow),
+        (2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}}),
+    ],
     ids=["bf16", "fp16", "bf16 on two ranks", "autocast on two ranks"],
 )
 def test_a_quantized_base_is_its_bytes_on_the_tier(tmp_path, ranks, keys):

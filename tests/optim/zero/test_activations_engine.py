@@ -113,8 +113,14 @@ def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, check
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("of_transformers", [llama, t5])
+@pytest.mark.parametrize(
+    ("of_transformers", "checkpointed"),
+    [
+        (t5, False),
+        (llama, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((t5, True), (llama, False))),
+    ],
+)
 def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
     """A decoder, and an encoder beside a decoder whose blocks all get what the encoder made."""
     tokens = torch.stack([row["input_ids"] for row in rows(24)]).view(6, 4, -1)

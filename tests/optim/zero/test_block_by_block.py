@@ -644,9 +644,19 @@ class Trouble:
 
 
 @CAN_GO_ON
-@pytest.mark.parametrize("order", ["horizontal", "vertical"])
-@pytest.mark.parametrize("error", [ValueError("trouble"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-@pytest.mark.parametrize("at", [1, 4, 8, 10, 14, 17])
+@pytest.mark.parametrize(
+    ("order", "error", "at"),
+    [
+        pytest.param(
+            *(order, error, at),
+            marks=() if (order, name) == ("vertical", "error") or at in (4, 17) else pytest.mark.slow,
+            id=f"{order}-{name}-{at}",
+        )
+        for order in ("horizontal", "vertical")
+        for name, error in {"error": ValueError("trouble"), "Ctrl-C": KeyboardInterrupt()}.items()
+        for at in (1, 4, 8, 10, 14, 17)
+    ],
+)
 def test_after_an_exception_in_a_block_the_step_is_done_again(alone, tmp_path, order, error, at):
     """In block order calls 1 to 9 of the blocks are those of forward, 10 to 18 those of backward."""
     wanted = train(config_of(None, "horizontal", 3), 2)

@@ -92,7 +92,9 @@ def test_ranks_with_different_memory_choose_alike_and_one_tells(tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("first", "chosen"), [(GiB, STATE), (72 * MiB, BLOCKS), (MiB, ALL)])
+@pytest.mark.parametrize(
+    ("first", "chosen"), [(GiB, STATE), pytest.param(72 * MiB, BLOCKS, marks=pytest.mark.slow), (MiB, ALL)]
+)
 def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, monkeypatch):
     leave(monkeypatch, first)
     section = auto(tmp_path, durable=True)

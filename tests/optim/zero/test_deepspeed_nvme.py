@@ -53,7 +53,9 @@ def train(engine, numbers):
         engine.step()
 
 
-@pytest.mark.parametrize("devices", [("cpu", "nvme"), ("nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize(
+    "devices", [pytest.param(("cpu", "nvme"), marks=pytest.mark.slow), ("nvme", "nvme")], ids="-".join
+)
 def test_it_trains_saves_and_goes_on(alone, tmp_path, devices):
     losses = []
     (tmp_path / "zero").mkdir()  # DeepSpeed makes it; here a missing folder may be a drive that is not mounted

@@ -27,7 +27,7 @@ def train_stages(rank, world_size, modes):
         results.append([])
         for stage in (1, 2, 3):
             with initialize(layered_model.Part(), section(stage, **mode)) as engine:
-                results[-1].append(layered_model.train(engine, rank, 4))
+                results[-1].append(layered_model.train(engine, rank, 2))
     return results
 
 

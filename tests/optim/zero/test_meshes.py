@@ -17,15 +17,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nvme_offload import ConfigError, OffloadAdamW, initialize
 from tests.support import build
-from tests.support.layered_model import Part, batch, loss_of, named_state, train, weights
+from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 
 BF16 = {"bf16": {"enabled": True}}
-STEPS, CLIP, ADAMW = 3, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
+STEPS, CLIP, ADAMW = 2, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
+whole = partial(Part, (0, NUM_BLOCKS - 1))  # two of the blocks: 4 ranks gather each parameter often
 section = partial(build.section, accumulation=2, clip=CLIP, adamw=ADAMW)
 
 
@@ -52,7 +53,7 @@ def norm_beside(engine, dp_rank):
 
 def train_stock(mesh, dp_rank):
     """Plain FSDP2, torch's AdamW and torch's clipping, in fp32."""
-    model = Part()
+    model = whole()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     for module in [*model.blocks.values(), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -74,11 +75,11 @@ def hybrid(rank, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     sizes = {"train_batch_size": 2 * 4 * 4, "train_micro_batch_size_per_gpu": 4}
     return {
-        "hybrid": run(Part(), mesh, rank, section(**sizes)),
-        "flat": run(Part(), None, rank, section()),
+        "hybrid": run(whole(), mesh, rank, section(**sizes)),
+        "flat": run(whole(), None, rank, section()),
         "stock": train_stock(mesh, rank),
-        "memory": run(Part(), mesh, rank, section(**BF16)),
-        "half on nvme": run(Part(), mesh, rank, section(path if rank % 2 else None, **BF16)),
+        "memory": run(whole(), mesh, rank, section(**BF16)),
+        "half on nvme": run(whole(), mesh, rank, section(path if rank % 2 else None, **BF16)),
         "overflow": overflow_in_a_copy(mesh, rank),
     }
 
@@ -92,7 +93,7 @@ def overflow_in_a_copy(mesh, rank):
     """One of two ranks that hold the same gradient finds it infinite: whether the step left all as it was; scales."""
     seen = []
     config = section(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
-    with initialize(Part(), config, mesh=mesh) as engine:
+    with initialize(whole(), config, mesh=mesh) as engine:
         before = named_state(engine)
         for step in range(3):
             for micro, half in enumerate(zip(*(part.chunk(2) for part in batch(step, rank)), strict=True)):
@@ -114,7 +115,7 @@ def tensor_parallel(path):
     results = {}
     for name, mode, dtype in (("fp32", {}, "float32"), ("bf16", BF16, "bfloat16")):
         results[name] = run(split_over(mesh), mesh, dp_rank, section(**mode))
-        results[name, "whole"] = run(Part(), mesh["dp_shard"], dp_rank, section(**mode))
+        results[name, "whole"] = run(whole(), mesh["dp_shard"], dp_rank, section(**mode))
         results[name, "state dict"] = read_and_set(mesh, section(**mode), getattr(torch, dtype))
     results["bf16", "nvme"] = run(split_over(mesh), mesh, dp_rank, section(path, **BF16))
     results["sums in parts"] = sums_in_parts(mesh["tp"])
@@ -122,7 +123,7 @@ def tensor_parallel(path):
 
 
 def split_over(mesh, dtype=torch.float32):
-    return parallelize_module(Part().to(dtype), mesh["tp"], PLAN)
+    return parallelize_module(whole().to(dtype), mesh["tp"], PLAN)
 
 
 def read_and_set(mesh, config, dtype):
@@ -132,15 +133,15 @@ def read_and_set(mesh, config, dtype):
         def weights_now():
             return {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
 
-        seen = [holds(weights_now(), Part().to(dtype).float().state_dict())]
+        seen = [holds(weights_now(), whole().to(dtype).float().state_dict())]
         with torch.no_grad():
             for param in engine.module.parameters():
                 param.zero_()
         seen.append(
-            holds(weights_now(), {name: torch.zeros_like(value) for name, value in Part().state_dict().items()})
+            holds(weights_now(), {name: torch.zeros_like(value) for name, value in whole().state_dict().items()})
         )
-        set_model_state_dict(engine.module, Part().state_dict(), options=StateDictOptions(full_state_dict=True))
-        return [*seen, holds(weights_now(), Part().state_dict())]
+        set_model_state_dict(engine.module, whole().state_dict(), options=StateDictOptions(full_state_dict=True))
+        return [*seen, holds(weights_now(), whole().state_dict())]
 
 
 def sums_in_parts(mesh):
@@ -167,7 +168,7 @@ def sums_in_parts(mesh):
 
 def gradient_scaler(make_scaler, mesh, rank, *, over_tensors):
     """torch's scaler around a plain loop; the third rank's gradient is infinite once. Scales, skips, unchanged."""
-    model = split_over(mesh) if over_tensors else Part()
+    model = split_over(mesh) if over_tensors else whole()
     for module in [*model.blocks.values(), model]:
         fully_shard(module, mesh=mesh["dp_shard"] if over_tensors else None)
     scaler, seen = make_scaler(), []
@@ -191,7 +192,7 @@ def gradient_scaler(make_scaler, mesh, rank, *, over_tensors):
 
 def found_inf_of_one_rank(rank):
     """A scaler that did not ask the other ranks: skipped steps, and whether all is as it was."""
-    model = fully_shard(Part())
+    model = fully_shard(whole())
     with OffloadAdamW(model.parameters(), **ADAMW, offload=section()) as optimizer:
         before = full_state(model, optimizer)
         inputs, targets = batch(0, rank)
@@ -229,20 +230,20 @@ def refused(rank):
         (mesh_of(shape=(1, 2, 2)), r"3 dimensions need names; name them from pp, "),
     ):
         with pytest.raises(ValueError, match=message):
-            initialize(Part(), section(), mesh=mesh)
+            initialize(whole(), section(), mesh=mesh)
     mesh = mesh_of("dp_shard", "tp")
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight is sharded already.*pass a plain module, or a mesh"):
         initialize(split_over(mesh), section())
     with pytest.raises(ValueError, match=r"is sharded already.*shard it over mesh\['tp'\] of the mesh"):
-        initialize(fully_shard(Part()), section(), mesh=mesh)
+        initialize(fully_shard(whole()), section(), mesh=mesh)
     with pytest.raises(ConfigError, match=r"train_batch_size = 7: .* 2 rank\(s\)"):
         initialize(split_over(mesh), section(train_batch_size=7), mesh=mesh)
     other = {"optimizer": {"type": "AdamW", "params": {**ADAMW, "lr": 0.25}}} if rank == 2 else {}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr = 0\.001 on rank 0 and 0\.25 on rank 2; give every"):
-        initialize(Part(), section(**other))
+        initialize(whole(), section(**other))
     other = {"scheduler": {"type": "WarmupLR"}} if rank == 3 else {}
     with pytest.raises(ConfigError, match=r"scheduler\.type = None on rank 0 and 'WarmupLR' on rank 3"):
-        initialize(Part(), section(**other))
+        initialize(whole(), section(**other))
     with pytest.raises(ValueError, match=r"models of ranks 0 and 1 differ in names, shapes"):
         initialize(Part(range(2 if rank == 1 else 4)), section())
 

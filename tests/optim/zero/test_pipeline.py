@@ -37,6 +37,8 @@ if PIPELINES_REDUCE_ONCE:  # and refuse by name what that loses; see test_precis
         name: mode for name, mode in MODES.items() if name not in ("bf16, fp32 reduction", "bf16, fp32 accumulation")
     }
 CASES = [*((mode, "1F1B") for mode in MODES), ("fp32", "GPipe"), ("bf16", "GPipe")]
+QUICK = [(mode, "1F1B") for mode in ("fp32", "bf16, fp32 gradients", "bf16", "fp16")] + [("fp32", "GPipe")]
+"""Each dtype of parameters and of gradients, and each schedule; the others are slow."""
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
 
@@ -196,15 +198,21 @@ def checkpoints(mesh, path, drive):
     return result
 
 
+def trained_cases(mesh, cases):
+    """What a run without stages gives by mode, and a pipeline by mode and schedule."""
+    modes = {mode for mode, _ in cases}
+    results = {name: train_whole(mesh, section(**mode)) for name, (mode, _) in MODES.items() if name in modes}
+    for mode, schedule in cases:
+        results[mode, schedule] = Pipeline(mesh, schedule, section(**MODES[mode][0])).train()
+    return results
+
+
 def every_case(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     results = {"overflow": overflow(mesh)}
     refused(mesh)
     results["typed stages"] = typed_stages(mesh)
-    for name, (mode, _) in MODES.items():
-        results[name] = train_whole(mesh, section(**mode))
-    for mode, schedule in CASES:
-        results[mode, schedule] = Pipeline(mesh, schedule, section(**MODES[mode][0])).train()
+    results |= trained_cases(mesh, QUICK)
     results["nvme"] = Pipeline(mesh, "1F1B", section(path, **BF16)).train()
     results["stage 3"] = Pipeline(mesh, "1F1B", section(stage=3)).train()
     results["plain"] = train_plainly(mesh)
@@ -212,8 +220,14 @@ def every_case(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     results["tp"] = train_whole(mesh, section())
     results["tp", "1F1B"] = Pipeline(mesh, "1F1B", section()).train()
-    results["checkpoints", "tp"] = checkpoints(mesh, path.parent / "stages and tp", path)
     return results
+
+
+def slow_cases(rank, world_size, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    results = trained_cases(mesh, [case for case in CASES if case not in QUICK])
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    return {**results, "checkpoints": checkpoints(mesh, path.parent / "stages and tp", path)}
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +242,24 @@ def ranks(once):
     return once("pipeline", trained)
 
 
-@pytest.mark.parametrize(("mode", "schedule"), [*CASES, ("tp", "1F1B")])
+@pytest.mark.parametrize(("mode", "schedule"), [*QUICK, ("tp", "1F1B")])
 def test_a_pipeline_matches_the_unpipelined_run(ranks, mode, schedule):
+    assert_matches(ranks, mode, schedule)
+
+
+@pytest.mark.slow
+def test_the_other_modes_match_and_stages_of_several_ranks_each_resume(tmp_path):
+    path = tmp_path / "drive"
+    path.mkdir()
+    ranks = run_ranks(slow_cases, 4, path)
+    for mode, schedule in CASES:
+        if (mode, schedule) not in QUICK:
+            assert_matches(ranks, mode, schedule)
+    for results in ranks:
+        assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
+
+
+def assert_matches(ranks, mode, schedule):
     tolerance = 1e-6 if mode == "tp" else MODES[mode][1]
     for rank, results in enumerate(ranks):
         (losses, norms, whole), (own_losses, own_norms, part) = results[mode], results[mode, schedule]
@@ -254,8 +284,7 @@ def test_nvme_and_memory_give_the_same_bits_in_a_pipeline(ranks):
 
 def test_a_pipeline_resumes_from_one_checkpoint_bit_for_bit_and_so_does_the_whole_model(ranks):
     for results in ranks:
-        for key in ("checkpoints", ("checkpoints", "tp")):
-            assert results[key]["resumed"] == results[key]["straight"]
+        assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
 
 
 def test_zero_stages_give_the_same_bits_in_a_pipeline(ranks):

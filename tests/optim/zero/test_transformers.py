@@ -100,7 +100,7 @@ def train_with_torch():
     return losses, norms
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_llama_trains_through_initialize(world_size, tmp_path):
     results = run_ranks(train_on_tiers, world_size, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -119,6 +119,11 @@ def test_llama_trains_through_initialize(world_size, tmp_path):
 
 
 # Through Trainer
+
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
+)
 
 
 class HandClipping(TrainerCallback):
@@ -170,7 +175,7 @@ def distance(parameters, others):
     return (apart / sum(float(value.double().square().sum()) for value in others.values())) ** 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_trainer_clips_as_by_default(dtype, tmp_path):
     losses, norms, parameters = train(tmp_path, dtype=dtype, path=tmp_path)
     assert len(losses) == STEPS
@@ -191,7 +196,7 @@ def everything(model, optimizer):
     return tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_trainer_resumes_from_its_checkpoint_bit_for_bit(dtype, tmp_path):
     """Saved with the state on NVMe, in the middle of a schedule; resumed in memory, from other weights."""
     finals, losses = [], []

@@ -74,7 +74,7 @@ CASES = {
     "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
     "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
 }
-PARTS_OF_OTHERS = {"parameters", "gradients", "autocast", "half in memory"}
+PARTS_OF_OTHERS = {"state", "parameters", "gradients", "many buffers", "fp16", "autocast", "half in memory"}
 
 
 def moved_by(engine, shape):
