@@ -221,6 +221,7 @@ def copy_to_what_is_dropped():
     region, queue = HostRegion(4096), CopyQueue(torch.device("late"))
     region.pin(torch.device("late"))
     queue.copy(torch.empty(8, device="late"), region.view(torch.float32, 0, 8))
+    torch.empty(8, device="late")  # which may get the same memory
     torch.late.synchronize()
     region.unpin()
 

@@ -104,9 +104,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 growth.append(LATE.live_bytes - before - 4 * len(batches))  # the losses stay
                 engine.step()
             for _ in range(0 if by_blocks else engine.gradient_accumulation_steps):
-                batch = torch.randn(8, how.get("width", WIDTH), generator=torch.Generator().manual_seed(number)).to(
-                    device
-                )
+                generator = torch.Generator().manual_seed(number)
+                batch = torch.randn(8, how.get("width", WIDTH), generator=generator).to(device)
                 before, number = LATE.live_bytes, number + 1
                 loss = engine(batch).float().square().mean() * scale
                 engine.backward(loss)

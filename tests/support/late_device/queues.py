@@ -178,6 +178,7 @@ class Stream:
         self.device = torch.device("late", number_of(device))
         self.queue: list[Work] = []
         self.done = 0
+        self.freed: list[Work] = []  # what the next owners of memory that was freed do with it: for the next allocation
         self._is_running = False
 
     def push(self, work: Work) -> None:

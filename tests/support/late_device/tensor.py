@@ -32,14 +32,16 @@ _NEEDS_VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.nonz
 class Allocation:
     """Bytes that somebody has.
 
-    When he lets go of them, whoever gets the memory next may write to it as soon as its own stream comes there, also
-    where another stream still reads it, unless ``record_stream`` has said so. Then nobody gets it before that stream
-    has come to where it was freed.
+    When he lets go of them, the next allocation on the same stream may get them, and write as soon as that stream comes
+    there, also where another stream still reads it, unless ``record_stream`` has said so. Then nobody gets it before
+    that stream has come to where it was freed.
     """
 
     def __init__(self, storage: torch.UntypedStorage, device: int) -> None:
         self.storage = storage
         owner = current_stream(device)
+        while owner.freed:
+            owner.push(owner.freed.pop())
         self.recorded: set[Stream] = {owner}
         LATE.contexts.add(device)
         LATE.ask_for_memory()
@@ -59,7 +61,7 @@ def _freed(storage: torch.UntypedStorage, stream: Stream, recorded: set[Stream])
         LATE.count(0, size_bytes * bool(behind))
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         if {work.stream for work in LATE.users_of(start, stop)} - recorded:
-            stream.push(Work(partial(_given_away, storage), at_once=True))
+            stream.freed.append(Work(partial(_given_away, storage), at_once=True))
 
 
 def _given_away(storage: torch.UntypedStorage) -> None:
