@@ -62,6 +62,7 @@ def test_links_to_the_source_lead_there_and_no_block_of_code_is_shown_as_text(si
         assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file(), path
 
 
+@pytest.mark.slow  # the site is built once more
 def test_a_wrong_link_stops_the_build(tmp_path):
     copy = tmp_path / "copy"
     (copy / "docs").mkdir(parents=True)

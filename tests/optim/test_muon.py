@@ -16,8 +16,15 @@ SETTINGS = {"lr": 2e-2, "weight_decay": 0.1, "momentum": 0.9}
 VARIANTS = [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.0}, {"ns_steps": 3}]
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        pytest.param(dtype, changes, marks=pytest.mark.slow if changes and dtype is not torch.bfloat16 else ())
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for changes in VARIANTS
+    ],
+    ids=str,
+)
 def test_one_rank_has_torchs_bits(changes, dtype, drive):
     settings = {**SETTINGS, **changes}
     params = params_of(SHAPES, dtype)

@@ -105,9 +105,15 @@ def test_either_drive_is_erased(drive, other, period):
     end_alike(drive, other, 4, 3, period)
 
 
-@pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize(("copy", "op"), [(0, Op.READ), (0, Op.WRITE), (1, Op.WRITE)])
-@pytest.mark.parametrize("engine", ["aiofiles", "pyuring"])
+@pytest.mark.parametrize(
+    ("engine", "period"),
+    [
+        ("aiofiles", 3),
+        ("pyuring", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("aiofiles", 1), ("pyuring", 3))),
+    ],
+)
 def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monkeypatch, engine, copy, op, period):
     with faulty_drive(FaultSpec(seed=1)):
         optimizer = fresh(drive, other, rewrite_every=period, engine=engine)

@@ -86,8 +86,14 @@ def test_without_bias_correction_it_is_torchs_at_a_step_without_any(name, drive)
         assert optimizer.param_groups[0]["bias_correction"] is False
 
 
-@every_case
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "grad_dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case}-{dtype}", marks=() if number % 3 == place else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for place, dtype in enumerate(DTYPES)
+    ],
+)
 def test_nvme_memory_and_the_twin_agree_bit_for_bit(case, grad_dtype, drive):
     shapes = [shape for shape in SHAPES for _ in DTYPES]
     runs = [params_of(shapes, *DTYPES) for _ in range(3)]
