@@ -145,8 +145,11 @@ def overflow(mesh):
 
 def refused(mesh):
     message = r"dimension 'pp'.*call schedule\.step\(\.\.\.\) and then engine\.step"
-    with Pipeline(mesh, "GPipe", section()).engine as engine, pytest.raises(RuntimeError, match=message):
-        engine.backward(torch.zeros((), requires_grad=True))
+    with Pipeline(mesh, "GPipe", section()).engine as engine:
+        with pytest.raises(RuntimeError, match=message):
+            engine.backward(torch.zeros((), requires_grad=True))
+        with pytest.raises(RuntimeError, match=r"accumulate was called in a mesh with a dimension 'pp'"):
+            engine.accumulate(torch.sum, [torch.zeros(2)] * engine.gradient_accumulation_steps)
 
 
 def typed_stages(mesh):
