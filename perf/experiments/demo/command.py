@@ -2,11 +2,10 @@
 
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from statistics import mean, median
@@ -101,7 +100,7 @@ def demo(
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
     engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Directory for pictures and results.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Directory for the trace and results.")] = Path("demo-out"),
 ) -> None:
     """Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit."""
     asked = {**locals(), "path": str(path), "out": str(out)}
@@ -122,8 +121,8 @@ def demo(
         measured = by_turns(works, ceil((steps or shape.steps) / (2 * TURN_STEPS)), out, ended)
         with closing(measured):
             run_experiment("demo", title, measured, lambda _: conclusion(ended), path=drive, save_to=out, asked=asked)
-    for line in pictures(ended[0].run, out):
-        typer.echo(line)
+    write_trace(sorted(ended[0].run.spans, key=lambda span: span.start_ns), out / "trace.json")
+    typer.echo(f"for ui.perfetto.dev: {out / 'trace.json'}")
     if differences(*(side.run for side in ended)):
         raise typer.Exit(1)
 
@@ -185,16 +184,3 @@ def differences(nvme: DemoRun, memory: DemoRun) -> list[str]:
         names += [f"gradient norm of step {number}"] * (ours.total_norm != other.total_norm)
     names += ["number of steps"] * (len(nvme.steps) != len(memory.steps))
     return names + ["digests, which are missing"] * (not nvme.digests)
-
-
-def pictures(run: DemoRun, out: Path) -> Iterator[str]:
-    """Leave a trace and, with matplotlib, a picture in a folder, and say so."""
-    write_trace(sorted(run.spans, key=lambda span: span.start_ns), out / "trace.json")
-    yield f"for ui.perfetto.dev: {out / 'trace.json'}"
-    if find_spec("matplotlib") is None:
-        yield "no picture: matplotlib is not installed; type: pip install 'nvme-offload[pictures]'"
-        return
-    # It is slow to import, and a wrong option should be told at once.
-    from nvme_offload.perf.experiments.demo.timeline import draw_timeline
-
-    yield f"timeline of step {draw_timeline(run, out / 'timeline.png') + 1}: {out / 'timeline.png'}"

@@ -1,7 +1,14 @@
-"""The picture of one iteration: what training, the drive and the updates did, subgroup by subgroup."""
+"""The README's picture of an iteration, from a trace of `make demo`: `python -m scripts.readme_timeline TRACE.json`.
 
+It goes to docs/pictures/timeline.png: what training, the drive and the updates did, subgroup by subgroup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -12,8 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nvme_offload.perf.experiments.demo.training import DemoRun, merge, total
+from nvme_offload.perf.experiments.demo.training import merge, total
 
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "timeline.png"
 INK, GRID, WAITING = "#22272e", "#e6e9ed", "#c4cad1"
 KINDS = {
     "forward": ("#bdb76b", "forward"),
@@ -38,25 +46,42 @@ READING = (
 
 
 class Bar(NamedTuple):
-    """One span, in milliseconds since the first forward began."""
+    """One span, in milliseconds."""
 
     kind: str
-    subgroup: int
+    subgroup: int  # -1 for what belongs to none
     start: float
     end: float
 
 
-def draw_timeline(run: DemoRun, path: Path) -> int:
-    """Save the picture of the step whose iteration took the median time; return the step's index."""
-    index = sorted(range(len(run.steps)), key=lambda i: run.steps[i].seconds)[len(run.steps) // 2]
-    step = run.steps[index]
-    zero = step.started_ns
-    bars = [
-        Bar(kind, subgroup, max(0.0, (start - zero) / 1e6), (end - zero) / 1e6)
-        for kind, subgroup, start, end in sorted(run.spans, key=lambda span: span.start_ns)
-        if end > zero and start < step.returned_ns
-    ]
-    called, returned = ((moment - zero) / 1e6 for moment in (step.called_ns, step.returned_ns))
+def bars_of(trace: dict[str, Any]) -> list[Bar]:
+    """Return all spans of a trace as `write_trace` writes it, in the order in which they begin."""
+    bars = []
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            number, start = event["name"].rpartition(" ")[2], event["ts"] / 1e3
+            subgroup = int(number) if number.isdigit() else -1
+            bars.append(Bar(event["cat"], subgroup, start, start + event["dur"] / 1e3))
+    return sorted(bars, key=lambda bar: bar.start)
+
+
+def median_iteration(bars: list[Bar]) -> tuple[Bar, list[Bar]]:
+    """Return the step of the iteration that took the median time, and all spans in it, from its first forward on."""
+    iterations, before = list[tuple[float, Bar]](), 0.0
+    for step in (bar for bar in bars if bar.kind == "step"):
+        first = next(bar.start for bar in bars if bar.kind == "forward" and bar.start >= before)
+        iterations.append((first, step))
+        before = step.end
+    zero, step = sorted(iterations, key=lambda each: each[1].end - each[0])[len(iterations) // 2]
+    inside = (bar for bar in bars if bar.end > zero and bar.start < step.end)
+    moved = [bar._replace(start=max(0.0, bar.start - zero), end=bar.end - zero) for bar in inside]
+    return step._replace(start=step.start - zero, end=step.end - zero), moved
+
+
+def draw(all_bars: list[Bar], path: Path) -> None:
+    """Save the picture of the iteration that took the median time."""
+    step, bars = median_iteration(all_bars)
+    called, returned = step.start, step.end
     updates = list(dict.fromkeys(bar.subgroup for bar in bars if bar.kind == "compute"))
     heights = (1.5 * len(LANES), len(updates))
     figure, (lanes, rows) = plt.subplots(
@@ -75,7 +100,8 @@ def draw_timeline(run: DemoRun, path: Path) -> int:
     for moment, text, side in ((called, "step() is called ", "right"), (returned, " returns", "left")):
         lanes.annotate(text, (moment, 1), xycoords=("data", "axes fraction"), va="bottom", ha=side, fontsize=9)
     rows.set_xlim(0, max(returned, *(bar.end for bar in bars)) * 1.01)
-    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{_facts(run, index)}", x=0.01, ha="left")
+    facts = f"{returned / 1e3:.2f} s, {len(updates)} subgroups"
+    figure.suptitle(f"One iteration with its optimizer state on NVMe\n{facts}", x=0.01, ha="left")
     handles: list[Patch | Line2D] = [
         Patch(color=color, label=meaning)
         for kind, (color, meaning) in KINDS.items()
@@ -85,7 +111,6 @@ def draw_timeline(run: DemoRun, path: Path) -> int:
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return index
 
 
 def _draw_bar(axes: Axes, row: int, start: float, end: float, kind: str) -> None:
@@ -120,6 +145,11 @@ def _draw_subgroups(axes: Axes, bars: list[Bar], updates: list[int]) -> None:
     axes.set_title("Subgroup by subgroup, in the order of their updates", loc="left", fontsize=10, fontweight="bold")
 
 
-def _facts(run: DemoRun, index: int) -> str:
-    size = f"{run.num_parameters / 1e6:.1f} million parameters in {run.stats['num_subgroups']} subgroups"
-    return f"Step {index + 1}, {run.steps[index].seconds:.2f} s; {size}, engine {run.stats['engine']}"
+def main() -> None:
+    """Draw the picture."""
+    draw(bars_of(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), PICTURE)
+    sys.stdout.write(f"{PICTURE} is drawn\n")
+
+
+if __name__ == "__main__":
+    main()
