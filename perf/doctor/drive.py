@@ -1,4 +1,4 @@
-"""Whether a block device suits: its kind, its queue, and how warm it is."""
+"""Whether a block device suits: its kind and its queue."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -6,11 +6,10 @@ from dataclasses import asdict
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
-from nvme_offload.perf.measure.drives import Drive, temperature
+from nvme_offload.perf.measure.drives import Drive
 
 VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what it likes about rotation
 _ON_NVME = "choose a path on an NVMe drive"
-HOT = 70.0  # degrees Celsius from which on makers' drives begin to go slower
 
 
 def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
@@ -52,15 +51,3 @@ def _kind(drive: Drive) -> Finding:
         meaning = "a hard disk: some 20 times slower than an NVMe drive, and worse with reads and writes mixed"
         return found.warning(meaning, _ON_NVME)
     return found
-
-
-def check_warmth(drive: Drive) -> Iterator[Finding]:
-    """Return how warm each disk of a drive is, where its driver tells."""
-    for disk in drive.disks:
-        if (now := temperature(disk)) is None:
-            continue
-        found = saw("warmth", f"{disk}: {now:.0f} °C", disk=disk, temperature=now)
-        if now >= HOT:
-            meaning = "drives go slower when they are hot, and a run keeps them busy"
-            found = found.note(meaning, "give it air or a heat sink; offload bench --runtime 600 shows what it costs")
-        yield found

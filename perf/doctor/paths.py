@@ -18,7 +18,7 @@ from nvme_offload.offload.host.proc import Mount, mount_of
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT, NO_DIRECT_IO, reported_alignment
 from nvme_offload.offload.units import GiB, MiB, format_bytes, round_up
-from nvme_offload.perf.doctor.drive import check_drive, check_warmth
+from nvme_offload.perf.doctor.drive import check_drive
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.drives import Drive, find_drive
@@ -56,7 +56,7 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
         findings += _check_io(fd, config, engine)
         findings.append(check_space(fd))
         if drive:
-            findings += [*check_drive(drive, config), *check_warmth(drive)]
+            findings += check_drive(drive, config)
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
             found = saw("drive", "no block device is known behind it")
             findings.append(found.note("its queue could not be looked at"))

@@ -1,4 +1,4 @@
-"""The block device behind a path: what it is, and how warm."""
+"""The block device behind a path."""
 
 import os
 import re
@@ -22,11 +22,6 @@ class Drive:
     nr_requests: int | None
     max_sectors_kb: int | None
     max_hw_sectors_kb: int | None
-
-    @property
-    def disks(self) -> tuple[str, ...]:
-        """Names of the disks that hold the bytes."""
-        return self.members or (self.name,)
 
 
 def find_drive(device_number: int, mount: Mount | None) -> Drive | None:
@@ -82,14 +77,3 @@ def drive_of(path: Path) -> Drive | None:
         return None
     with folder as fd:
         return find_drive(os.fstat(fd).st_dev, mount_of(fd))
-
-
-def temperature(disk: str) -> float | None:
-    """Degrees Celsius of a disk now, as its driver tells everybody; None where it does not.
-
-    The kernel's nvme driver does (``CONFIG_NVME_HWMON``), from Linux 5.5 on.
-    """
-    device = SYS / "class/block" / disk / "device"
-    places = [*device.glob("hwmon*/temp1_input"), *device.glob("hwmon/hwmon*/temp1_input")]
-    found = (read_int(place) for place in sorted(places))
-    return next((thousandths / 1000 for thousandths in found if thousandths is not None), None)

@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +29,6 @@ from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_written, read_records
-from nvme_offload.perf.measure.drives import drive_of, temperature
 
 PARTS = {
     "computing": "iteration_compute_seconds",
@@ -48,16 +47,6 @@ NOTHING_YET = "a run has begun here and has not ended a step yet"
 State = Literal["live", "ended", "gone", "unknown"]
 
 
-def drive_rows(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Path, drive and temperature of each disk under a path."""
-    for path in paths:
-        drive = drive_of(Path(path))
-        for disk in drive.disks if drive else ():
-            name = f"{disk} ({drive.model})" if drive and drive.model and disk == drive.name else disk
-            warmth = temperature(disk)
-            yield path, name, "-" if warmth is None else f"{warmth:.0f} °C"
-
-
 def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
@@ -69,12 +58,6 @@ def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableT
         parts.insert(0, _table(STEP_HEAD, moved))
     if lines is None or lines >= WHOLE_LINES:
         parts.insert(0, _tiers(record["tiers"]))
-    rows = list(drive_rows(record["paths"]))
-    if rows:
-        table = Table("path", "drive", "warmth", box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*row)
-        parts.append(table)
     return Panel(
         Group(*parts), title=_title(record), title_align="left", subtitle=_state(run, now), subtitle_align="left"
     )
@@ -188,7 +171,7 @@ def top(
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the latest records as lines of JSON.")] = False,
 ) -> None:
-    """Watch a run: its bytes, rates, waits and drives.
+    """Watch a run: its bytes, rates and waits.
 
     On a terminal it is live until the run ends or you type q; before the first step it waits. Without a terminal it
     looks once. Nothing of the run is touched.

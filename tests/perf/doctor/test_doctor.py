@@ -397,18 +397,6 @@ class TestDrives:
         assert found[check].level is Level.NOTE
         assert words in found[check].remedy
 
-    def test_a_hot_one_is_noted_where_its_driver_says_so(self, sys_tree, tmp_path):
-        disk = sys_tree("259:0", "nvme0n1")
-        assert list(drive.check_warmth(disk)) == []
-        (tmp_path / "sys/class/block").mkdir(parents=True)
-        (tmp_path / "sys/class/block/nvme0n1").symlink_to(tmp_path / "sys/devices/nvme0n1")
-        file = tmp_path / "sys/devices/nvme0n1/device/hwmon3/temp1_input"
-        file.parent.mkdir(parents=True)
-        for said, words, level in (("61850", "nvme0n1: 62 °C", Level.OK), ("70000", "nvme0n1: 70 °C", Level.NOTE)):
-            file.write_text(f"{said}\n")
-            (finding,) = drive.check_warmth(disk)
-            assert (finding.found, finding.level, bool(finding.remedy)) == (words, level, level is Level.NOTE)
-
     def test_a_file_system_with_device_numbers_of_its_own(self, sys_tree, tmp_path):
         sys_tree("259:0", "nvme0n1")
         (tmp_path / "sys/class/block").mkdir(parents=True)

@@ -15,9 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from nvme_offload.perf import cli
-from nvme_offload.perf.measure import drives
 from nvme_offload.perf.top import command
-from nvme_offload.perf.top.command import RunOnShow, drive_rows, runs_of
+from nvme_offload.perf.top.command import RunOnShow, runs_of
 from tests.perf.documents import record
 
 PATIENCE = 60
@@ -202,14 +201,6 @@ def test_a_run_that_was_killed_is_not_called_live(tmp_path):
     (tmp_path / "nvme-offload-7-0" / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     assert "gone, last heard of 2001-09-09" in shown(offload(tmp_path).output)
     assert runs_of(tmp_path)[0].is_over
-
-
-def test_the_warmth_of_drives_stands_beside_a_run(monkeypatch):
-    drive = drives.Drive("nvme0n1", "Fast One", (), False, "none", 1023, 1280, 1280)
-    monkeypatch.setattr(command, "drive_of", lambda path: drive)
-    for warmth, shown in ((51.0, "51 °C"), (None, "-")):
-        monkeypatch.setattr(command, "temperature", lambda disk, told=warmth: told)
-        assert list(drive_rows(["/mnt/nvme0"])) == [("/mnt/nvme0", "nvme0n1 (Fast One)", shown)]
 
 
 def test_a_place_without_a_run_is_said(tmp_path):
