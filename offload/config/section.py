@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     GetPydanticSchema,
     PlainValidator,
@@ -69,7 +68,7 @@ from nvme_offload.offload.config.training import (
 )
 from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes, parse_bytes_per_day
+from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608
@@ -93,9 +92,6 @@ def _run_name(value: Any) -> bool | str:
 RunName = Annotated[
     bool | str, PlainValidator(_run_name), WithJsonSchema({"type": ["boolean", "string"], "pattern": RUN_NAME.pattern})
 ]
-
-
-Endurance = Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)]
 
 
 WearLimit = Annotated[
@@ -210,10 +206,6 @@ class OffloadOptimizerConfig(TierConfig):
     """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
     period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
     less."""
-    endurance: Endurance | None = key(None, '1 B or more, as "600TB"', "", "bytes")
-    """The bytes that the drives of `nvme_path` may still be written together, 1 B or more: their rated TBW, less
-    what `offload doctor` says was written. With it `stats()` and `offload plan` say how long they last."""
-
     ratio: float = key(1.0, "a number, 0..1", "same", ge=0, le=1)
     """The share of the state of a model on a GPU that leaves it for the tier of `device`, 0..1: the rest stays there,
     as with `device_budget`. Of a model on the CPU all of it is in host memory or on the drive anyway."""
@@ -225,6 +217,7 @@ class OffloadOptimizerConfig(TierConfig):
     }
     REFUSED: ClassVar = {
         "super_offload": 'leave it out and choose a device of "none", "cpu" or "nvme"',
+        "endurance": "leave it out: `offload plan --tbw` says how long drives last",
         "cpuadam_cores_perc": "leave it out: the update runs on a thread pool of its own",
     }
 

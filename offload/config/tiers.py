@@ -10,7 +10,6 @@ from nvme_offload.offload.config.keys import (
     ByteBudget,
     ByteCount,
     Contradiction,
-    Count,
     DeepSpeedModel,
     NumElements,
     Whole,
@@ -76,18 +75,15 @@ class OffloadParamConfig(TierConfig):
     buffer_count: Whole = key(4, "a whole number, 2..64", "same, default 5", "buffers", ge=2, le=64)
     """Number of staging buffers, 2..64: one is gathered from while others are read and written. They also keep the
     blocks that are needed next."""
-    buffer_size: Count | None = key(None, "a whole number, 1 or more", "same, default 1e8", "elements")
-    """Most elements that a staging buffer may have, 1 or more. A buffer is as large as the largest block, that is what
-    is gathered together; a larger block than this is an error. Left out, there is no limit."""
     max_in_cpu: NumElements | None = key(None, "a whole number, 0 or more", "same, default 1e9", "elements")
     """Elements of parameters on one rank that stay in host memory although `device` is `nvme`, 0 or more: as many
     blocks as these hold, from the first. A `host_budget` takes its place. Left out, none stay."""
-    read_ahead: bool = key(True, "true or false")
-    """Read blocks before they are needed, in the order of the step before. `false` is for measuring what it saves."""
 
     IGNORED: ClassVar = {
+        "buffer_size": "a staging buffer is as large as the largest block, which is what is gathered together",
         "pin_memory": "offload_optimizer.pin_memory is for all that is copied to and from a GPU",
     }
+    REFUSED: ClassVar = {"read_ahead": "leave it out: blocks are always read before they are needed"}
 
     IDLE: ClassVar = {**TierConfig.IDLE, "max_in_cpu": ("device", "nvme")}
 

@@ -21,7 +21,7 @@ import torch
 
 from nvme_offload.offload.config.tiers import OffloadParamConfig
 from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import ClosedError, ConfigError
+from nvme_offload.offload.errors import ClosedError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.departures import Departure, Departures
@@ -29,13 +29,12 @@ from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
 from nvme_offload.offload.storage.tier import Memory, Tier
-from nvme_offload.offload.units import format_bytes, round_up
+from nvme_offload.offload.units import round_up
 
 KIND = "parameters"
 """The bytes of this tier are counted as this."""
 
 _KEY = "zero_optimization.offload_param"
-BUFFER_SIZE_KEY = f"{_KEY}.buffer_size"
 
 _ALIGNMENT = 64  # bytes: every parameter starts at a cache line
 
@@ -67,13 +66,11 @@ class ParamTier:
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
         locks: PageLocks | None = None,
     ) -> None:
-        self._config = config
         self._locks = locks or PageLocks(None)
         self.cache = BlockCache(
             tier,
             KIND,
             config.buffer_count,
-            read_ahead=config.read_ahead,
             checksum=checksum,
             on_pressure=self._give_up_stale,
             lock=self._lock,
@@ -94,8 +91,6 @@ class ParamTier:
 
         `put` the values there before anything else. `device` computes with them. On an error nothing was reserved.
         """
-        if not in_memory:
-            check_block_sizes(groups, self._config.buffer_size, BUFFER_SIZE_KEY)
         if self._departures is None and not is_host(device):
             self._departures = Departures(device, self._hold_for, self._release_for)
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
@@ -269,13 +264,3 @@ def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int],
         offsets.append(end)
         end += round_up(numel * dtype.itemsize, _ALIGNMENT)
     return offsets, max(end, _ALIGNMENT)
-
-
-def check_block_sizes(groups: Iterable[tuple[str, Sequence[Padded]]], limit: int | None, key: str) -> None:
-    """Raise ConfigError, which names `key`, for the first block with more elements than a staging buffer may have."""
-    for name, forms in groups:
-        numel = sum(form.numel for form in forms)
-        if limit is not None and numel > limit:
-            size = format_bytes(block_layout((form.numel, form.dtype) for form in forms)[1])
-            what = f"{KIND} of {name} have {numel} elements ({size}), for they are gathered together"
-            raise ConfigError([f"{key} = {limit}: {what}; write at least {numel}, or gather smaller blocks"])

@@ -85,7 +85,6 @@ class BlockCache:
     Args:
         tier: where the extents are; closed with the cache.
         most_buffers: staging buffers, each as large as the largest block; at least 2. No more than blocks are made.
-        read_ahead: off, every read is waited for (to measure what reading ahead saves).
         checksum: 1D int32 to its checksums, int64; what is read must have those of what was written. None: no checks.
         is_needed: whether what the extent of a block holds still means something: only that is read ahead.
         on_pressure: called when no buffer can be had: gives back holds that nobody needs any more.
@@ -98,7 +97,6 @@ class BlockCache:
         kind: str,
         most_buffers: int,
         *,
-        read_ahead: bool = True,
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
         is_needed: Callable[[Block], bool] = lambda block: True,
         on_pressure: Callable[[], None] = lambda: None,
@@ -113,7 +111,6 @@ class BlockCache:
         self._is_needed = is_needed
         self._on_pressure = on_pressure
         self._lock = lock
-        self._read_ahead_enabled = read_ahead
         self._pool = BufferPool(1, 1)
         self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
 
@@ -284,8 +281,6 @@ class BlockCache:
         Where blocks are used round and round, what was used last is needed last. One block is read ahead at a time
         then, in its place, so that all but two buffers keep what they have until its turn comes.
         """
-        if not self._read_ahead_enabled:
-            return
         goes_round = self.order.goes_round(len(self.blocks))
         if goes_round and any(block.unused for block in self.residents):
             return

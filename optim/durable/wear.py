@@ -1,4 +1,4 @@
-"""Measure what a run writes in a day and how long its drives last at that, and warn if it is too much."""
+"""Measure what a run writes in a day, and warn if it is too much."""
 
 from __future__ import annotations
 
@@ -59,12 +59,7 @@ class Wear:
     @property
     def stats(self) -> dict[str, Any]:
         """The fields of `OptimizerStats` about wear."""
-        per_day, endurance = self.written_per_day, self._section.endurance
-        return {
-            "rewrite_every": self._period,
-            "written_per_day": per_day,
-            "days_of_life": endurance / per_day if endurance is not None and per_day else None,
-        }
+        return {"rewrite_every": self._period, "written_per_day": self.written_per_day}
 
     def note_step(self) -> None:
         """Note that a step has ended."""

@@ -157,8 +157,6 @@ class OptimizerStats:
     """Every how many steps the state of a durable run is rewritten; None where it ends with the process."""
     written_per_day: float | None = None
     """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
-    days_of_life: float | None = None
-    """Days until ``endurance`` of the section is used up at that rate; None where it does not say that."""
     checkpoint_progress: float | None = None
     """The share that is done of a checkpoint that is written in the background, 0 to 1; None where none is."""
     device_state_bytes: int = 0
@@ -240,7 +238,7 @@ GAUGES = frozenset(
     {
         *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "device_state_bytes"),
         *("param_host_bytes", "grad_host_bytes", "total_norm", "clip_coef", "committed_step", "checkpoint_progress"),
-        *("rewrite_every", "written_per_day", "days_of_life"),
+        *("rewrite_every", "written_per_day"),
         *_of_iteration(None),
     }
 )

@@ -15,7 +15,6 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of, free_bytes, is_device
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import auto_budget, auto_host_budget
-from nvme_offload.offload.shards.param_tier import BUFFER_SIZE_KEY, check_block_sizes
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.units import round_up
 from nvme_offload.offload.warn import warn_user
@@ -41,15 +40,12 @@ class BlockChecks:
     rules: Mapping[str, UpdateRule]
 
     def check(self, config: OffloadConfig) -> OffloadConfig:
-        """Check that each block fits into a staging buffer, and these into the host budget; else ConfigError.
+        """Check that staging buffers, each of which holds any block, fit into the host budget; else ConfigError.
 
         All ranks come to the same answer, so that none is left waiting. `StateStore` looks again, at what there really
         is. Return the section, with a host budget of "auto" in bytes: what this host has left beside the model.
         """
         account, section = self._account(config), config.zero_optimization.offload_param
-        if section.device == "nvme":
-            forms = [(group.name, [shard.form for shard in group.shards]) for group in account.groups]
-            check_block_sizes(forms, section.buffer_size, BUFFER_SIZE_KEY)
         if config.host_budget is None:
             return config
         placement = StatePlacement(config, self.rule)

@@ -102,14 +102,8 @@ class Prediction:
     @property
     def days_of_life(self) -> float | None:
         """Days until the drives' endurance is used up; None where it is not known, or nothing is written."""
-        endurance, per_day = self.endurance, self.written_per_day
-        return endurance / per_day if endurance is not None and per_day else None
-
-    @property
-    def endurance(self) -> float | None:
-        """Bytes that a node's drives may still be written: as the machine is described, or as the section says."""
-        drives, own = self.machine.drives, self.job.config.zero_optimization.offload_optimizer.endurance
-        return own if drives is None or drives.endurance is None else drives.endurance
+        drives, per_day = self.machine.drives, self.written_per_day
+        return drives.endurance / per_day if drives is not None and drives.endurance is not None and per_day else None
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction in plain types, for JSON."""

@@ -217,12 +217,3 @@ def test_gradients_that_a_step_has_used_are_not_read_ahead_again(alone, tmp_path
         engine.optimizer.step()  # with the same gradients
         engine.optimizer.synchronize()
         assert {record.steps for record in engine.optimizer.store.table} == {7}
-
-
-def test_without_read_ahead_every_read_is_waited_for(alone, tmp_path):
-    with make(section(tmp_path, "nvme", read_ahead=False)) as engine:
-        for step in range(3):
-            train_step(engine, step)
-        stats = engine.optimizer.stats()
-        assert stats.param_reads > 0
-        assert stats.param_reads_ahead == 0

@@ -1,7 +1,6 @@
 """Parameters and gradients on NVMe when a drive, a disk or a user does what it should not: said, and nothing lost."""
 
 import contextlib
-import copy
 import errno
 import itertools
 import os
@@ -32,21 +31,6 @@ from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, 
 
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
 """Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway."""
-
-
-def test_a_block_larger_than_a_buffer_is_refused_before_anything_is_changed(alone, tmp_path):
-    torch.manual_seed(0)
-    model = Model()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        ConfigError, match=r"buffer_size = 5000: parameters of layers\.0 have 6\d\d\d elements .*at least 6"
-    ):
-        initialize(model, section(tmp_path, "nvme", buffer_size=5000))
-    assert not any(type(module).__name__.startswith("FSDP") for module in model.modules())
-    assert_same(model.state_dict(), before)
-    assert not list(tmp_path.iterdir())
-    with initialize(model, section(tmp_path, "nvme", buffer_size=7000)) as engine:
-        train_step(engine, 0)
 
 
 @pytest.mark.parametrize("key", ["offload_param", "offload_gradients"])

@@ -69,9 +69,9 @@ BILLION = [10**8] * 10
 
 def planned(compute_seconds=0.0, **keys):
     """A billion parameters on drives with a rated life of 600 TB, steps at least so long."""
-    keys = {"device": "nvme", "nvme_path": ".", "durable": True, "endurance": "600TB", **keys}
+    keys = {"device": "nvme", "nvme_path": ".", "durable": True, **keys}
     job = job_of({"zero_optimization": {"stage": 3, "offload_optimizer": keys}}, BILLION)
-    drives = Drives.of_rates(2 * GB, 2 * GB)
+    drives = Drives.of_rates(2 * GB, 2 * GB, terabytes_written=600)
     return predict(job, replace(MACHINE, drives=drives, flops=6e9 / compute_seconds if compute_seconds else 1e18))
 
 
