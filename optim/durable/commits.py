@@ -60,6 +60,13 @@ class Background(Protocol):
     def progress(self) -> float:
         """The share of it that is written, 0 to 1."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that it failed with."""
+
+    def join(self) -> None:
+        """Wait for its end."""
+
 
 class Commits:
     """Takes commits of one optimizer, one at a time: see `optim.durable.latest` for what holds meanwhile."""
@@ -245,8 +252,16 @@ class Commits:
             return held
 
     def watch(self, background: Background) -> None:
-        """Say in `stats` how far this is, until `unpin`."""
+        """Say in `stats` how far this is, which reads the pinned step, until `end_background`."""
         self._background = background
+
+    def end_background(self) -> BaseException | None:
+        """Wait for what is watched and give up the pinned step; return what it failed with, if it did."""
+        if (background := self._background) is None:
+            return None
+        background.join()
+        self.unpin()
+        return background.failure
 
     def unpin(self) -> None:
         """Give up what `pin` kept."""

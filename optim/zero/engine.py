@@ -22,6 +22,8 @@ from nvme_offload.offload.activations.activation_swapper import ActivationSwappe
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
+from nvme_offload.optim.checkpoint import save_load as checkpoint
+from nvme_offload.optim.checkpoint.background import begin_save
 from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
@@ -32,7 +34,6 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, check_loss, check_loss_of
-from nvme_offload.optim.zero.checkpoints import CheckpointEngine
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
@@ -53,7 +54,7 @@ _BACKWARD_TWICE = (
 )
 
 
-class OffloadEngine(CheckpointEngine):
+class OffloadEngine:
     """A model and its optimizer, driven micro-batch by micro-batch. Made by `initialize`.
 
     Take these calls for every micro-batch::
@@ -512,6 +513,102 @@ class OffloadEngine(CheckpointEngine):
         self._drop_gathered()
         self._drop_gradients()
 
+    def save_checkpoint(
+        self,
+        dir: str | Path,  # noqa: A002  # the public name
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        background: bool = False,
+        share: float = 0.25,
+    ) -> bool:
+        """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
+
+        It gets its name only when it is whole: killed while saving, the checkpoint before is the one that is loaded.
+
+        Args:
+            dir: a folder that all ranks share; made if it is missing.
+            tag: by default ``global_step`` and the number of steps.
+            client_state: what else to keep: anything that ``torch.load(weights_only=True)`` can load. Rank 0's counts.
+            background: return when the step is pinned, and write the same files while training goes on. Of a `durable`
+                run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next save
+                or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
+            share: of the time that writing in the background may take, above 0, at most 1.
+
+        Returns:
+            True.
+
+        Raises:
+            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there;
+                `background` without a durable run.
+            OutOfSpaceError: there is no room to pin the step; nothing has begun.
+            ValueError: the tag, `client_state` or something else cannot be saved; nothing was written.
+            FileExistsError: something that is no checkpoint has this name.
+            CheckpointWriteError, SwapIOError: the drive is full or failed, or a tier did. Nothing of it is left.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")
+        self._between_steps("save_checkpoint")
+        self._end_background()
+        if background:
+            self._save_in_background(Path(dir), tag, client_state, share)
+        else:
+            checkpoint.save(self._training, Path(dir), tag, client_state)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written in the background has its name; every rank must call it.
+
+        Raises:
+            CheckpointWriteError, SwapIOError, CorruptionError: what it failed with: nothing of it is left.
+        """
+        failure = self._end_background()
+        if failure is not None:
+            raise failure
+
+    def load_checkpoint(
+        self,
+        dir: str | Path,  # noqa: A002  # the public name
+        tag: str | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Resume from a checkpoint, saved by any number of ranks on any tier; every rank must call it.
+
+        Args:
+            dir: as for `save_checkpoint`.
+            tag: by default the latest.
+
+        Returns:
+            Its folder and the `client_state`; None twice where `dir` holds no checkpoint at all;
+            a warning if it holds anything else.
+
+        Raises:
+            CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
+            SwapIOError: a tier failed on the way; load again.
+        """
+        self._end_background()
+        loaded = checkpoint.load(self._training, Path(dir), tag, lambda found: self._go_on_from(found.global_steps))
+        if loaded is None:
+            return None, None
+        if self.optimizer.is_durable:  # what was before is not gone back to
+            self.durable.client_state = loaded.client_state
+            self.durable.commit()
+        return str(loaded.path), loaded.client_state
+
+    def _save_in_background(
+        self, root: Path, tag: str | None, client_state: Mapping[str, Any] | None, share: float
+    ) -> None:
+        commits = self.optimizer.durable.commits
+        manifest = commits.pin(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
+        try:
+            save = begin_save(self._training, manifest, root, tag, client_state, share)
+        except BaseException:
+            commits.unpin()
+            raise
+        commits.watch(save)
+
+    def _end_background(self) -> BaseException | None:
+        return self.optimizer.durable.commits.end_background() if self.optimizer.is_durable else None
+
     def export_safetensors(
         self,
         dir: str | Path,  # noqa: A002  # as above
@@ -604,7 +701,7 @@ class OffloadEngine(CheckpointEngine):
         if self.activations is not None:
             self.activations.close()
         self._peers.close()
-        self._join_checkpoint()
+        self._end_background()
         self.optimizer.close()
         rest.detach()
 
