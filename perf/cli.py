@@ -35,7 +35,7 @@ _ABOUT = {
     "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
     "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),
     "top": ("Watch a run: its bytes, rates and waits.", "/mnt/nvme0"),
-    "verify": ("Verify bits and speed of training on this machine's GPU or CPU.", "--path /mnt/nvme0"),
+    "verify": ("Verify the bits of training on this machine's GPU or CPU.", "--path /mnt/nvme0"),
 }
 COMMANDS = {
     name: Command(f"nvme_offload.perf.{name}.command", text, f"offload {name} {arguments}")

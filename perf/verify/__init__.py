@@ -1,1 +1,1 @@
-"""`offload verify`: whether training here has the bits and the speed that it should."""
+"""`offload verify`: whether training here has the bits that it should."""

@@ -1,4 +1,4 @@
-"""`offload verify`: whether training here has the bits and the speed that it should."""
+"""`offload verify`: whether training here has the bits that it should."""
 
 import dataclasses
 import json
@@ -16,15 +16,12 @@ from nvme_offload.perf.measure.command_line import (
     Json,
     KnobError,
     check_folder,
-    check_space,
     failures_in_words,
 )
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
 from nvme_offload.perf.verify.run import CHECKS
 from nvme_offload.perf.verify.run import verify as run_checks
-
-BYTES_PER_PARAMETER = 12
 
 
 def verify(
@@ -33,16 +30,11 @@ def verify(
         list[str] | None,
         typer.Option(metavar="CHECK", help=f"Run this check alone; repeat it. Checks: {', '.join(CHECKS)}."),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Measure copies and iterations, too.")] = True,
-    params: Annotated[
-        float | None,
-        typer.Option(help="Parameters of the model that is timed; by default 1e9 with a GPU, else 1e6."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify bits and speed of training on this machine's GPU or CPU.
+    """Verify the bits of training on this machine's GPU or CPU.
 
-    It compares runs on the device with runs on the CPU bit by bit, then measures copies and iterations.
+    It compares runs on the device with runs on the CPU bit by bit.
     Each check has a time limit, and one that ends its process ends nothing else.
 
     Exit status: 0 all is as it should be, 1 something is not, 2 an option is wrong.
@@ -52,14 +44,12 @@ def verify(
         site = Site(
             device="cpu" if device is None else device.type,
             folder=path.absolute(),
-            params=int((1e6 if device is None else 1e9) if params is None else params),
             large=device is not None,
         )
         if unknown := set(only or ()) - CHECKS.keys():
             raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
-        wanted = (check for name, check in CHECKS.items() if name in (only or CHECKS))
-        names = [check.name for check in wanted if measure or not check.measures]
-        _check(site, names)
+        names = [name for name in CHECKS if name in (only or CHECKS)]
+        check_folder("path", site.folder)
         accelerator = None if device is None else facts_of(device)
         say = Console(stderr=True)
         say.print(where(accelerator), highlight=False, soft_wrap=True)
@@ -76,15 +66,6 @@ def verify(
         else:
             show(outcomes, Console())
     raise typer.Exit(exit_status(outcomes))
-
-
-def _check(site: Site, names: list[str]) -> None:
-    """Find what cannot work before anything starts."""
-    check_folder("path", site.folder)
-    if site.params < 1:
-        raise KnobError("params", f"{site.params}: 1 or more")
-    if "iteration" in names:
-        check_space(site.folder, site.params * BYTES_PER_PARAMETER)
 
 
 _STYLES = {"ok": "green", "wrong": "bold red", "failed": "bold red", "left out": "yellow"}

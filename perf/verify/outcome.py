@@ -29,7 +29,6 @@ class Site:
 
     device: str  # type of the device that trains: that of a GPU, or "cpu"
     folder: Path  # on the drive
-    params: int  # parameters of the model whose steps are timed
     large: bool  # whether tensors are as large as it takes to keep a GPU busy
 
     @property
@@ -69,10 +68,9 @@ class Check:
     """Something to find out."""
 
     name: str
-    text: str  # the promise, or the measure, in a few words
+    text: str  # the promise, in a few words
     run: Callable[[Site], Found]
     limit: float  # seconds after which it counts as failed
-    measures: bool = False  # whether it measures, in place of comparing
 
     def outcome(self, status: Status, found: str, began: float, values: Mapping[str, Any] = {}) -> Outcome:
         """Make the outcome of the check that began at this moment of `time.monotonic` and ends now."""

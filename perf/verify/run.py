@@ -13,7 +13,7 @@ import torch
 from nvme_offload.perf.doctor.command import examine
 from nvme_offload.perf.doctor.findings import Level
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
-from nvme_offload.perf.verify import growth, process, rates, training, updates
+from nvme_offload.perf.verify import growth, process, training, updates
 from nvme_offload.perf.verify.outcome import Check, Found, LeftOutError, Outcome, Site, WrongError
 
 
@@ -96,7 +96,5 @@ CHECKS = {
         Check("process", "default devices, forks and refusals change nothing", process.process, 180),
         Check("checkpoint", "what is saved goes on, on the CPU too", training.checkpoint, 240),
         Check("ranks", "several have the bits of one", process.ranks, process.LIMIT + 30),
-        Check("copies", "between host and device", rates.copies, 120, measures=True),
-        Check("iteration", "the step beside forward and backward", rates.iteration, 600, measures=True),
     )
 }

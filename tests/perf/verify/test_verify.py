@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
-from nvme_offload.perf.verify import command, run
+from nvme_offload.perf.verify import run
 from nvme_offload.perf.verify.command import summary, where
 from nvme_offload.perf.verify.outcome import Site, differing, exit_status
 from nvme_offload.perf.verify.run import CHECKS, outcome_of
@@ -17,12 +17,9 @@ from tests.support.broken_build import broken, ends_badly
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.late_device.verify_child import on_late_device
 
-MEASURED = [name for name, check in CHECKS.items() if check.measures]
-COMPARED = [name for name, check in CHECKS.items() if not check.measures]
-
 
 def site(folder, device="cpu"):
-    return Site(device=device, folder=folder, params=100_000, large=False)
+    return Site(device=device, folder=folder, large=False)
 
 
 def verified(folder, *options):
@@ -38,22 +35,22 @@ def test_what_is_right_is_found_right(name, tmp_path):
 
 def test_a_broken_build_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "WORK", broken)
-    done = verified(tmp_path, "--json", "--only", "update", "--only", "checkpoint", "--only", "copies")
+    done = verified(tmp_path, "--json", "--only", "update", "--only", "checkpoint", "--only", "growth")
     assert done.exit_code == 1, done.output
     document = json.loads(done.stdout)
-    assert [check["status"] for check in document["checks"]] == ["wrong", "wrong", "left out"]
+    assert [check["status"] for check in document["checks"]] == ["wrong", "left out", "wrong"]
     assert "elements have other bits" in document["checks"][0]["found"]
-    assert document["summary"].endswith("left out: copies; NOT: update, checkpoint")
+    assert document["summary"].endswith("left out: growth; NOT: update, checkpoint")
     assert document["accelerator"] is None
     assert "No GPU: the CPU path is verified" in done.stderr
 
 
 @pytest.mark.slow
 def test_all_of_it_on_the_cpu(tmp_path):
-    done = verified(tmp_path, "--params", "1e5", "--json")
+    done = verified(tmp_path, "--json")
     assert done.exit_code == 0, done.output
     status = {check["name"]: check["status"] for check in json.loads(done.stdout)["checks"]}
-    assert status == dict.fromkeys(CHECKS, "ok") | {"copies": "left out", "growth": "left out"}
+    assert status == dict.fromkeys(CHECKS, "ok") | {"growth": "left out"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,17 +123,8 @@ def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
 
 def test_bad_values_are_refused(tmp_path):
     assert "choose of machine, update" in " ".join(verified(tmp_path, "--only", "updates").output.split())
-    for options in (["--only", "updates"], ["--params", "0"]):
-        assert verified(tmp_path, *options).exit_code == 2
+    assert verified(tmp_path, "--only", "updates").exit_code == 2
     assert verified(tmp_path / "missing").exit_code == 2
-
-
-def test_without_measuring(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(command, "run_checks", lambda site, names, say: asked.extend(names) or iter(()))
-    assert verified(tmp_path, "--no-measure").exit_code == 0
-    assert asked == COMPARED
-    assert set(MEASURED) == {"copies", "iteration"}
 
 
 def test_the_hardware_is_named():
