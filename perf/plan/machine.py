@@ -12,7 +12,7 @@ from typing import Any
 from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
-"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
+"""Parameters per second of the update kernel, less than it does on two cores in memory."""
 
 
 class MachineError(ValueError):
