@@ -109,7 +109,7 @@ def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | N
             by_drive[drive.name].append(str(path))
     meaning = "an extent is striped over all paths to use several drives: on one drive that brings nothing"
     shared = [
-        saw("paths", f"{', '.join(names)} are on the same drive, {name}", drive=name).note(meaning, "name one for each")
+        saw("paths", f"{', '.join(names)} are on the same drive, {name}").note(meaning, "name one for each")
         for name, names in by_drive.items()
         if len(names) > 1
     ]

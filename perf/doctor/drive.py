@@ -1,7 +1,6 @@
 """Whether a block device suits: its kind and its queue."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import KiB, format_bytes
@@ -38,7 +37,7 @@ def _kind(drive: Drive) -> Finding:
     ]
     model = f" ({drive.model})" if drive.model else ""
     members = f" on {', '.join(drive.members)}" if drive.members else ""
-    found = saw("drive", f"{drive.name}{model}{members}: {', '.join(words)}", **asdict(drive))
+    found = saw("drive", f"{drive.name}{model}{members}: {', '.join(words)}")
     if drive.name.startswith(("zram", "ram", "brd")):
         return found.warning("host memory, not a drive: nothing is gained by moving state to it", _ON_NVME)
     if drive.name.startswith("loop"):

@@ -75,9 +75,9 @@ def first_numbers(release: str) -> tuple[int, int]:
 def check_kernel(release: str | None = None) -> Finding:
     """Which io_uring this kernel can have."""
     release = platform.release() if release is None else release
-    found, remedy = saw("kernel", release, release=release), "update to Linux 6.1 or newer"
+    found, remedy = saw("kernel", release), "update to Linux 6.1 or newer"
     if first_numbers(release) >= FULL_KERNEL:
-        return saw("kernel", f"{release}, with all io_uring features in use", release=release)
+        return saw("kernel", f"{release}, with all io_uring features in use")
     if first_numbers(release) < FIRST_KERNEL:
         meaning = f"io_uring as we use it came with 5.6: the engine {ENGINES[-1]} serves, which is slower"
         return found.warning(meaning, remedy)
@@ -91,15 +91,14 @@ def check_kernel(release: str | None = None) -> Finding:
 def check_io_uring(refusal: int) -> Finding:
     """Whether the kernel lets this process use io_uring, and what forbids it; `refusal`: errno of a try, or 0."""
     sysctl, seccomp = io_uring_disabled(), _seccomp_mode()
-    values = {"errno": errno.errorcode.get(refusal), "io_uring_disabled": sysctl, "seccomp": seccomp}
     shown = f"kernel.io_uring_disabled = {'absent' if sysctl is None else sysctl}, seccomp {_SECCOMP[seccomp]}"
     if not refusal:
-        return saw("io_uring", f"allowed ({shown})", **values)
+        return saw("io_uring", f"allowed ({shown})")
     name = errno.errorcode.get(refusal, str(refusal))
     cause, remedy = _cause(refusal, sysctl, seccomp)
     found = f"refused with {name}, {os.strerror(refusal)} ({shown})"
     meaning = f"{cause}; without io_uring the engine {ENGINES[-1]} serves, with a thread for each request"
-    return saw("io_uring", found, **values).warning(meaning, remedy)
+    return saw("io_uring", found).warning(meaning, remedy)
 
 
 _SECCOMP = {0: "off", 1: "strict", 2: "filter active", None: "unknown"}
@@ -143,14 +142,13 @@ def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str
 def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:
     """Which engine does the I/O, and why."""
     asked, chosen = config.aio.engine, probe.chosen(config)
-    values = {"asked": asked, "chosen": chosen, "refusals": probe.refusals}
     if chosen is None:
-        found = saw("engine", f"aio.engine = {asked} cannot be opened here", **values)
+        found = saw("engine", f"aio.engine = {asked} cannot be opened here")
         meaning = probe.refusals.get(asked) or "; ".join(probe.refusals.values())
         usable = f", which takes {probe.first} here" if probe.first else ""
         return found.error(meaning, f'write "auto" for aio.engine{usable}')
     if asked != "auto":
-        return saw("engine", f"{chosen}, as aio.engine asks", **values)
+        return saw("engine", f"{chosen}, as aio.engine asks")
     passed_over = " and ".join(ENGINES[: ENGINES.index(chosen)])
     why = f"because {passed_over} cannot be opened" if passed_over else "the first choice"
-    return saw("engine", f"auto takes {chosen}, {why}", **values)
+    return saw("engine", f"auto takes {chosen}, {why}")

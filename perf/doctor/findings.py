@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -41,8 +41,6 @@ class Finding:
     level: Level = Level.OK
     meaning: str = ""  # the consequence of the finding; empty where there is none
     remedy: str = ""  # the words to type or write as a remedy
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The values for programs: numbers in bytes, names as the kernel writes them."""
 
     def at(self, level: Level, meaning: str, remedy: str = "") -> Finding:
         """The same as something to know or to change; there is always a meaning."""
@@ -61,9 +59,9 @@ class Finding:
         return self.at(Level.ERROR, meaning, remedy)
 
 
-def saw(check: str, found: str, **values: Any) -> Finding:
+def saw(check: str, found: str) -> Finding:
     """A finding that all is as it should be, unless one of its methods says otherwise."""
-    return Finding(check=check, found=found, values=values)
+    return Finding(check=check, found=found)
 
 
 @dataclass(frozen=True)

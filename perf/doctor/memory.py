@@ -18,7 +18,7 @@ def check_memory(config: OffloadConfig) -> Finding:
     """Whether the host budget fits, or without one the staging buffers."""
     facts, limit, available = meminfo(), cgroup_limit(), available_bytes()
     key, what = "zero_optimization.offload_optimizer.staging_budget", "the staging buffers"
-    budget = staging = config.zero_optimization.offload_optimizer.staging_budget
+    budget = config.zero_optimization.offload_optimizer.staging_budget
     if isinstance(config.host_budget, int):  # "auto" fits by itself
         key, what, budget = "host_budget", "the host budget", config.host_budget
     total = facts.get("MemTotal", 0)
@@ -30,16 +30,8 @@ def check_memory(config: OffloadConfig) -> Finding:
         )
     else:
         found += "; no cgroup limit"
-    values = {
-        "total_bytes": total,
-        "available_bytes": available,
-        "cgroup_limit_bytes": limit.limit_bytes if limit else None,
-        "cgroup_version": limit.version if limit else None,
-        "staging_budget_bytes": staging,
-        "host_budget": config.host_budget,
-    }
     remedy = f"write less than {format_bytes(budget)} for {key}"
-    seen = saw("memory", found, **values)
+    seen = saw("memory", found)
     if budget > available:
         return seen.error(f"too little for {what} ({format_bytes(budget)})", remedy)
     if key != "host_budget" and 2 * budget > available:
@@ -52,7 +44,7 @@ def check_software(config: OffloadConfig) -> Iterator[Finding]:
     versions = {name: version_of(name) for name in ("nvme-offload", "torch", "pyuring", "aiofiles")}
     versions["python"] = platform.python_version()
     listed = ", ".join(f"{name} {number or 'not installed'}" for name, number in versions.items())
-    yield saw("versions", listed, **versions)
+    yield saw("versions", listed)
     yield check_gpu(config)
 
 
@@ -61,9 +53,8 @@ def check_gpu(config: OffloadConfig) -> Finding:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built}, but sees no device" if built else "torch is built without CUDA"
-        return saw("GPU", f"none ({why}); the CPU trains", cuda=built, devices=[])
+        return saw("GPU", f"none ({why}); the CPU trains")
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    values = {"cuda": torch.version.cuda, "devices": names}
     found = f"{', '.join(names)} (CUDA {torch.version.cuda})"
     region = HostRegion(MiB)
     try:
@@ -72,7 +63,7 @@ def check_gpu(config: OffloadConfig) -> Finding:
         asked = config.zero_optimization.offload_optimizer.pin_memory
         meaning = f"copies between GPU and host cannot run asynchronously: {error}"
         remedy = "write false for zero_optimization.offload_optimizer.pin_memory"
-        return saw("GPU", found, **values).at(Level.ERROR if asked else Level.NOTE, meaning, remedy)
+        return saw("GPU", found).at(Level.ERROR if asked else Level.NOTE, meaning, remedy)
     finally:
         region.unpin()
-    return saw("GPU", f"{found}; pinning memory works", **values)
+    return saw("GPU", f"{found}; pinning memory works")

@@ -117,9 +117,7 @@ def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
         return unknown.note("nothing is known about it")
     refused = _refuses_fallocate(fd)
     said = f"{mount.kind}, {mount.source} on {mount.point}"
-    values: dict[str, object] = {"kind": mount.kind, "source": mount.source, "mount_point": mount.point}
-    values |= {"options": list(mount.options), "fallocate": not refused}
-    found = saw("file system", said, **values)
+    found = saw("file system", said)
     elsewhere = "choose a path on ext4 or XFS on an NVMe drive"
     if mount.is_memory:
         meaning = "host memory, not a drive: state that is moved here still takes memory, and is gone with a restart"
@@ -144,7 +142,7 @@ def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
     if refused:
         meaning = f"it cannot promise space ({refused}): a run writes every block once when it starts, which takes long"
         return found.warning(meaning, elsewhere)
-    return saw("file system", f"{said}; it can promise space", **values)
+    return saw("file system", f"{said}; it can promise space")
 
 
 def _overlay(found: Finding, mount: Mount) -> Finding:
@@ -206,7 +204,7 @@ def no_direct_io(code: int, config: OffloadConfig) -> Finding:
     """Return what a refused O_DIRECT means under the configured policy; or one that is taken (0) and has no effect."""
     refused = f"refused with {errno.errorcode.get(code, code)} (O_DIRECT)"
     policy, said = config.aio.direct, refused if code else "there is none, statx says, although O_DIRECT is taken"
-    found, remedy = saw("direct I/O", said, refused=errno.errorcode.get(code), policy=policy), "choose ext4 or XFS"
+    found, remedy = saw("direct I/O", said), "choose ext4 or XFS"
     if policy == "required":
         return found.error('aio.direct = "required": a run stops', f'{remedy}, or write "optional" for aio.direct')
     meaning = "bytes go through the page cache, which takes host memory and processor time"
@@ -215,11 +213,10 @@ def no_direct_io(code: int, config: OffloadConfig) -> Finding:
 
 def check_alignment(reported: tuple[int, int] | None, config: OffloadConfig) -> Finding:
     """Check what statx says about the alignment of addresses and offsets."""
-    values = {"policy": config.aio.direct, "memory": reported and reported[0], "offset": reported and reported[1]}
     if reported is None:
-        return saw("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used", **values)
+        return saw("direct I/O", f"works; the alignment is not reported, {MIN_ALIGNMENT} B is used")
     memory, offset = reported
-    found = saw("direct I/O", f"works, addresses aligned to {memory} B and offsets to {offset} B", **values)
+    found = saw("direct I/O", f"works, addresses aligned to {memory} B and offsets to {offset} B")
     if config.aio.block_size % max(MIN_ALIGNMENT, memory, offset):
         meaning = f"aio.block_size = {format_bytes(config.aio.block_size)} is no multiple of that"
         remedy = f"write a multiple of {format_bytes(max(memory, offset))} for aio.block_size"
@@ -256,23 +253,22 @@ def check_sample(fd: int, config: OffloadConfig, engine: str, alignment: int, *,
     if ctypes.string_at(target.address, size) != pattern:
         meaning = "this drive, its file system or the engine changes data"
         return saw("sample", f"{through} came back different").error(meaning, "do not use this path")
-    return saw("sample", f"{through}, written and read back", size_bytes=size, engine=engine, direct=direct)
+    return saw("sample", f"{through}, written and read back")
 
 
 def check_space(fd: int) -> Finding:
     """Check that there is room for swap files."""
     system = os.fstatvfs(fd)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-    values = {"free_bytes": free, "total_bytes": total, "free_inodes": system.f_favail, "inodes": system.f_files}
     if not system.f_blocks:
-        return saw("space", "not counted by this file system", **values)
+        return saw("space", "not counted by this file system")
     said = f"{format_bytes(free)} free of {format_bytes(total)}"
     if system.f_files and system.f_favail < 3:
-        found = saw("space", f"{said}, {system.f_favail} inodes", **values)
+        found = saw("space", f"{said}, {system.f_favail} inodes")
         meaning = "a run needs three inodes: its directory, a lock and a swap file"
         return found.error(meaning, "remove files that nobody needs")
     if free < GiB:
         meaning = f"optimizer state takes {BYTES_PER_PARAMETER} bytes per bf16 parameter"
-        return saw("space", said, **values).warning(meaning, "free some, or choose another path")
+        return saw("space", said).warning(meaning, "free some, or choose another path")
     billions = free / BYTES_PER_PARAMETER / 1e9
-    return saw("space", f"{said}: state of {billions:.2g} billion bf16 parameters", **values)
+    return saw("space", f"{said}: state of {billions:.2g} billion bf16 parameters")
