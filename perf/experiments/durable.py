@@ -1,19 +1,16 @@
-"""Durable steps and checkpoints in the background are measured beside steps that end with their process."""
+"""Durable steps are measured beside steps that end with their process."""
 
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from nvme_offload import OffloadAdamW, OffloadOptimizer
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
-from nvme_offload.perf.experiments.hidden_step import Setup
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case, Comparison
 from nvme_offload.perf.measure.experiment import Row, run_experiment
@@ -22,12 +19,10 @@ from nvme_offload.perf.measure.sections import section
 from nvme_offload.perf.measure.training import bf16_params
 
 NAME = "benchmark-"  # the names of the measured runs begin with it
-_WARM_STEPS, _TENSORS, _LAYERS = 2, 8, 24
+_WARM_STEPS, _TENSORS = 2, 8
 _STEPS = 2  # of one turn
 
-durable = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure what durable steps and checkpoints cost."
-)
+durable = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure what durable steps cost.")
 Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
 Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
 
@@ -92,50 +87,6 @@ def steps(
             "Durable steps beside steps in place",
             compared(),
             lambda found: [f"commits were waited for in {waited[0]:.1%} of the time"],
-            path=path,
-            save_to=save_to,
-        )
-
-
-@durable.command()
-def checkpoint(
-    path: Folder,
-    millions: Millions = 100,
-    quads: Quads = 5,
-    share: Annotated[float, typer.Option(min=0, max=1, help="Share of the time that writing it may take.")] = 0.25,
-    iterations: Annotated[int, typer.Option(min=1, help="Measured each time.")] = 2,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure iterations beside a checkpoint that is written in the background, over those without."""
-    written: list[float] = []
-
-    def compared() -> Iterator[Comparison]:
-        setup = Setup(width=int((millions * 1e6 / _LAYERS) ** 0.5), subgroups=_LAYERS)
-        with TemporaryDirectory(dir=path) as saved, setup.training("forward", path, durable=unused_name()) as training:
-            engine = training.engine
-
-            def turn(beside: bool) -> float:
-                """Begin when everything before lasts. What is left of the checkpoint is written after these seconds."""
-                if beside:
-                    engine.save_checkpoint(saved, "newest", background=True, share=share)
-                start = time.perf_counter()
-                training.iterations(iterations)
-                seconds = time.perf_counter() - start
-                progress = engine.optimizer.stats().checkpoint_progress
-                written.extend([1.0 if progress is None else progress] * beside)
-                engine.wait_for_checkpoint()
-                settle(engine.optimizer)
-                return seconds / iterations
-
-            name = f"beside a checkpoint, a share of {share:g}"
-            yield from Case(name=name, ours=partial(turn, True), reference=partial(turn, False)).measure(quads)
-
-    with runs_removed(path):
-        run_experiment(
-            "durable-checkpoint",
-            "Iterations beside a checkpoint in the background",
-            compared(),
-            lambda found: [f"{median(written):.0%} of a checkpoint was written meanwhile"],
             path=path,
             save_to=save_to,
         )

@@ -68,24 +68,21 @@ class Setup:
         subgroups = tuple(SubgroupTime(first=home, last=home, read=read, update=0.0, write=write) for home in homes)
         return iteration_time(Work(groups=groups, subgroups=subgroups, num_buffers=self.buffers), overlap_step)
 
-    def training(
-        self, overlap_step: OverlapStep, path: Path, *, engine: str = "auto", durable: bool | str = False
-    ) -> Training:
-        """Train the model, with the same weights each time.
+    def training(self, overlap_step: OverlapStep, path: Path) -> Training:
+        """Train the model over the paced drive, with the same weights each time.
 
-        Clipping is on, but with ``backward``, which allows none. `durable`: whether the state outlives the run, or its
-        name; ``speculate`` needs it.
+        Clipping is on, but with ``backward``, which allows none. With ``speculate`` the run is durable, as that needs.
         """
         torch.manual_seed(0)
         model = SleepingModel(self.width, self.subgroups, self.shape)
         unclipped: dict[str, Any] = {"gradient_clipping": 0.0, "skip_non_finite": False}
         its = section(
             path,
-            state={"buffer_count": self.buffers, "durable": durable},
+            state={"buffer_count": self.buffers, "durable": overlap_step == "speculate"},
             sub_group_size=self.width**2,
             overlap_step=overlap_step,
             optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
-            aio={"engine": engine},
+            aio={"engine": STANDS_IN_FOR},
             **MODES["bf16"],
             **(unclipped if overlap_step == "backward" else {"gradient_clipping": CLIPPING}),
         )
@@ -155,11 +152,7 @@ def paced(
 def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: int, path: Path) -> Iterator[Row]:
     """Measure each schedule at each ratio, `count` iterations each: even, since directions of ``off`` alternate."""
     for overlap_step in overlaps:
-        durable = overlap_step == "speculate"
-        with (
-            paced_drive() as pace,
-            setup.training(overlap_step, path, engine=STANDS_IN_FOR, durable=durable) as training,
-        ):
+        with paced_drive() as pace, setup.training(overlap_step, path) as training:
             own = min(one.seconds for one in training.iterations(3))
             for ratio in RATIOS:
                 for _ in range(ATTEMPTS):

@@ -54,7 +54,6 @@ def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_pa
     "experiment",
     [
         ("durable", "steps", "--millions", 1),
-        ("durable", "checkpoint", "--millions", 1, "--share", 0.01, "--iterations", 1),
         ("micro-batches", "turns", "--layers", 4, "--width", 64, "--tokens", 4, "--count", 2),
     ],
     ids=lambda experiment: experiment[1],
