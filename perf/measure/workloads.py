@@ -6,10 +6,8 @@ verified. A pass then moves a known number of bytes and gives one `Sample`.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
-from typing import Self
 
 import torch
 
@@ -51,38 +49,6 @@ class Sample:
     def iops(self) -> float:
         """Requests per second of the whole pass."""
         return self.requests / self.seconds
-
-
-class Gauge(AbstractContextManager["Gauge"]):
-    """Counts processor time and requests of what happens inside."""
-
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
-
-    def __enter__(self) -> Self:
-        self._before = self._stats()
-        self._cpu_seconds = time.process_time()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._cpu_seconds = time.process_time() - self._cpu_seconds
-        after = self._stats()
-        self.counted = EngineStats(
-            **{f.name: getattr(after, f.name) - getattr(self._before, f.name) for f in fields(after)}
-        )
-
-    def sample(self, rw: Rw, spans: Sequence[tuple[int, int]], size_bytes: int) -> Sample:
-        """The figures of a pass whose transfers had these (submitted_ns, completed_ns)."""
-        return Sample(
-            rw=rw,
-            size_bytes=size_bytes,
-            seconds=(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9,
-            cpu_seconds=self._cpu_seconds,
-            requests=self.counted.requests,
-            achieved_depth=self.counted.achieved_depth,
-            request_clat_ns=self.counted.depth_ns / max(1, self.counted.requests),
-            clat_ns=tuple(end - start for start, end in spans),
-        )
 
 
 @dataclass(eq=False)
@@ -158,20 +124,32 @@ class RawTarget(AbstractContextManager["RawTarget"]):
                 self._finish(slot)
         operations = []
         moved = turn = 0
-        with Gauge(self.engine.engine.stats) as gauge:
-            while moved < size_bytes or turn % len(directions):
-                op = directions[turn % len(directions)]
-                writes_back = rw == "mixed" and op is Op.WRITE
-                slot = (filled if writes_back else free).popleft()
-                self._finish(slot)
-                operations.append(self._start(op, slot.part if writes_back else self._take_part(), slot))
-                (filled if rw == "mixed" and op is Op.READ else free).append(slot)
-                moved += slot.part[1]
-                turn += 1
-            for slot in self._slots:
-                self._finish(slot)
-        spans = [(operation.submitted_ns, operation.completed_ns) for operation in operations]
-        return gauge.sample(rw, spans, moved)
+        before, cpu_seconds = self.engine.engine.stats(), time.process_time()
+        while moved < size_bytes or turn % len(directions):
+            op = directions[turn % len(directions)]
+            writes_back = rw == "mixed" and op is Op.WRITE
+            slot = (filled if writes_back else free).popleft()
+            self._finish(slot)
+            operations.append(self._start(op, slot.part if writes_back else self._take_part(), slot))
+            (filled if rw == "mixed" and op is Op.READ else free).append(slot)
+            moved += slot.part[1]
+            turn += 1
+        for slot in self._slots:
+            self._finish(slot)
+        cpu_seconds, after = time.process_time() - cpu_seconds, self.engine.engine.stats()
+        counted = EngineStats(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(after)})
+        begun = min(each.submitted_ns for each in operations)
+        ended = max(each.completed_ns for each in operations)
+        return Sample(
+            rw=rw,
+            size_bytes=moved,
+            seconds=(ended - begun) / 1e9,
+            cpu_seconds=cpu_seconds,
+            requests=counted.requests,
+            achieved_depth=counted.achieved_depth,
+            request_clat_ns=counted.depth_ns / max(1, counted.requests),
+            clat_ns=tuple(each.completed_ns - each.submitted_ns for each in operations),
+        )
 
     def _take_part(self) -> tuple[int, int]:
         part = self._parts[self._next_part]
