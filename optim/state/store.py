@@ -18,7 +18,7 @@ from nvme_offload.offload.host.available_memory import auto_host_budget, num_pro
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.progress import tracked
-from nvme_offload.offload.staging.home import VISITING, Resident, Staying
+from nvme_offload.offload.staging.home import VISITING, Home
 from nvme_offload.offload.storage.memory_tier import DeviceTier, HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
@@ -234,7 +234,7 @@ class StateStore(StepState):
         if self.durability.takes_all:  # what a host budget has room for is never read again
             self.durability.promise([slot.subgroup for slot in slots])
             for slot in set(slots) - set(moving):
-                slot.place(Staying(BufferPool(1, self._placement.size_bytes(slot.subgroup))))
+                slot.place(Home("host", pool=BufferPool(1, self._placement.size_bytes(slot.subgroup))))
             return plan
         for tier, placed in on.items():
             if placed:
@@ -247,7 +247,7 @@ class StateStore(StepState):
         tier = self._tiers[name]
         for slot, extent in zip(slots, tier.reserve([slot.size_bytes for slot in slots]), strict=True):
             memory = tier.memory(extent)
-            slot.place(VISITING if memory is None else Resident(memory, name), extent)
+            slot.place(VISITING if memory is None else Home(name, memory), extent)
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
