@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,21 +25,10 @@ _NEEDED = ("Stream", "Event", "current_stream", "cudart")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process
 
 
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-
-    def synchronize(self) -> None:
-        """Wait until everything before it is done."""
-
-
-class Stream(Protocol):
-    """A queue of a device's work."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what is queued from here on begin behind a place in another stream."""
+Event = torch.Event
+"""A place in a stream."""
+Stream = torch.Stream
+"""A queue of a device's work."""
 
 
 def is_host(device: torch.device) -> bool:
