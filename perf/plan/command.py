@@ -12,7 +12,7 @@ from rich.console import Console
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
-from nvme_offload.perf.measure.accelerator import copy_rates, device_here, facts_of
+from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
@@ -67,9 +67,7 @@ def plan(
         int | None,
         _size("--gpu-memory", "--device-memory", text="Memory of one rank's GPU; by default of this one. 0: no GPU."),
     ] = None,
-    pcie: Annotated[
-        int | None, _size("--pcie", text="Rate between a GPU and its host, each way: 55GB/s; by default measured.")
-    ] = None,
+    pcie: Annotated[int | None, _size("--pcie", text="Rate between a GPU and its host, each way: 55GB/s.")] = None,
     network: Annotated[float | None, _rate("--network", text="Rate between nodes: 100Gb/s, 12.5GB/s.")] = None,
     bench: Annotated[Path | None, typer.Option(help="A node's drives as offload bench --json measured them.")] = None,
     read_bw: Annotated[int | None, _size("--read-bw", text="Bytes that drives read in a second: 6.5GB.")] = None,
@@ -90,7 +88,7 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
-        on_device, copies = _device(device_memory, pcie)
+        on_device = _device(device_memory, pcie)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
@@ -100,7 +98,7 @@ def plan(
             capacity=capacity,
             flops=flops,
             update_rate=update_rate,
-            pcie=copies,
+            pcie=pcie,
             network=network,
         )
         shape = _shape(model, params, layers, hidden, vocab)
@@ -117,18 +115,13 @@ def plan(
         raise typer.Exit(1)
 
 
-def _device(memory: int | None, pcie: int | None) -> tuple[int | None, float | None]:
-    """Memory of a GPU and bytes per second to and from it: as given, else those of this machine's; None: the CPU's."""
-    here = device_here()
-    if memory is None and here is not None:
+def _device(memory: int | None, pcie: int | None) -> int | None:
+    """Memory of a GPU: as given, else that of this machine's; None: ranks compute on the CPU."""
+    if memory is None and (here := device_here()) is not None:
         memory = facts_of(here)["memory_bytes"]
-    if not memory:
-        if pcie is not None:
-            raise MachineError("--pcie is between a GPU and its host: give --gpu-memory, too")
-        return None, None
-    if pcie is None and here is not None:
-        return memory, copy_rates(here)["both"] / 2
-    return memory, pcie
+    if not memory and pcie is not None:
+        raise MachineError("--pcie is between a GPU and its host: give --gpu-memory, too")
+    return memory or None
 
 
 def _planned(

@@ -88,7 +88,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield from _activations(prediction)
     yield from _orders(prediction)
     if machine.device_memory is not None and machine.pcie is None:
-        yield "Copies between GPU and host are not counted: they need --pcie, or a GPU here to measure"
+        yield "Copies between GPU and host are not counted: they need --pcie"
     if machine.num_nodes > 1 and machine.network is None:
         yield "Gathers and reductions between nodes are not counted: they need --network"
     if prediction.kept is not None:
