@@ -7,11 +7,10 @@ what is measured is the section, not the machine. Each section that fits into th
 plan` is trained in turn, in every other round in the opposite order.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -36,16 +35,14 @@ WIDTH, LAYERS = 768, 32
 NUMEL = LAYERS * WIDTH**2
 EVERYTHING = 16 * NUMEL  # bytes of parameters and state in bf16, and of gradients in fp32
 COMPUTE, ALL_STATE = 1.0, 2.0  # seconds of an iteration that computes, and of moving the whole state there and back
-STAGING = (
-    4 * MiB
-)  # all of it, and the least budget: the model is some hundred times smaller than those that need a drive
+LEAST = 4 * MiB  # the least budget: the model is some hundred times smaller than those that need a drive
 GRAIN = MiB  # of the budgets by hand
 BY_HAND: dict[str, dict[str, Any]] = {
     "state": {},
-    "state, 16 MiB of staging": {"state": {"staging_budget": "16MiB"}},
+    "state, 4 MiB of staging": {"state": {"staging_budget": "4MiB"}},
     "state, 8 buffers": {"state": {"buffer_count": 8}},
     "state, 2 buffers": {"state": {"buffer_count": 2}},
-    "state, subgroups of 128 Ki": {"sub_group_size": 2**17, "state": {"staging_budget": "16MiB"}},
+    "state, subgroups of 128 Ki": {"sub_group_size": 2**17},
     "state, overlap_step off": {"overlap_step": "off"},
     "state, no budget": {"share": 0.0},
     "state, half the budget": {"share": 0.5},
@@ -66,7 +63,7 @@ def by_hand(path: Path, memory: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return fits(Job(shape=shape, config=config, tokens=2, checkpointing=False, baseline_bytes=0), machine)
 
     for name, options in BY_HAND.items():
-        made = small_section(path, **{key: value for key, value in options.items() if key != "share"})
+        made = section(path, **COMMON, **{key: value for key, value in options.items() if key != "share"})
         budgets = (made | {"host_budget": size} for size in range(memory // GRAIN * GRAIN, GRAIN, -GRAIN))
         if (share := options.get("share", 1.0)) and (most := next(filter(has_room, budgets), None)):
             made = most | {"host_budget": int(share * most["host_budget"])}
@@ -78,17 +75,12 @@ COMMON: dict[str, Any] = {"gradient_clipping": 1.0, "aio": {"engine": STANDS_IN_
 COMMON["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 
-def small_section(path: Path, state: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> dict[str, Any]:
-    """Make a section with the state on NVMe and with staging buffers for a small model."""
-    return section(path, state={"staging_budget": STAGING, **state}, **COMMON, **options)
-
-
 @contextmanager
 def small_machine(memory: int) -> Iterator[Pace]:
     """Let training find so many bytes of memory, with the least budget of so small a machine, and a paced drive."""
     with ExitStack() as patches:
         for module in (block_checks, placement):
-            patches.enter_context(patch.object(module, "LEAST_BUDGET", STAGING))
+            patches.enter_context(patch.object(module, "LEAST_BUDGET", LEAST))
         patches.enter_context(patch.object(block_checks, "auto_host_budget", lambda: memory))
         yield patches.enter_context(paced_drive())
 
@@ -125,7 +117,7 @@ def outcomes(path: Path, share: float, rounds: int, iterations: int) -> Iterator
     memory = int(share * EVERYTHING)
     found = dict[str, tuple[float, float]]()
     with small_machine(memory) as pace:
-        made = {"auto": small_section(path, offload="auto"), **dict(by_hand(path, memory))}
+        made = {"auto": section(path, offload="auto", **COMMON), **dict(by_hand(path, memory))}
         for number in range(rounds):
             for name in list(made)[:: -1 if number % 2 else 1]:
                 once = measured(made[name], pace, iterations)
