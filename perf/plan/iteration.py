@@ -161,8 +161,9 @@ class IterationTime:
 def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -> Work | None:
     """The work of one rank; None where a rate is not known.
 
-    `tiers` is the traffic of all but its state. So many bytes of activations are `leaving` a device in each forward.
-    Drives are shared by the ranks of a node. On a device an update takes next to no time.
+    `tiers` is the traffic of all but its state. So many bytes of activations are `leaving` in each forward, and come
+    back in its backward: from a device to its host, or else by the processors that compute to staging buffers. Drives
+    are shared by the ranks of a node. On a device an update takes next to no time.
     """
     job, machine, state_on = placed.job, placed.machine, placed.state_on
     if machine.flops is None or (machine.drives is None and ("nvme" in state_on or tiers)):
@@ -177,6 +178,8 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
     attention = 2.0 * job.sequence * job.shape.hidden_size * job.shape.num_layers * per_token
     forward = 2.0 * job.shape.numel * per_token + attention
     backward = forward * (3 if job.computes_again else 2) - attention * job.keeps_attention
+    copying = 0.0 if placed.on_device else leaving * job.config.rounds / machine.copy_rate
+    crossing = leaving * job.config.rounds / pcie if placed.on_device else 0.0
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
     share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
     shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
@@ -184,12 +187,12 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
     return Work(
         groups=tuple(
             GroupTime(
-                forward=share * forward,
-                backward=share * backward,
+                forward=share * (forward + copying),
+                backward=share * (backward + copying),
                 forward_nvme=share * moved["forward"],
                 backward_nvme=share * moved["backward"],
-                forward_pcie=(numel * share_of_rank * copies.forward + share * leaving * job.config.rounds) / pcie,
-                backward_pcie=(numel * share_of_rank * copies.backward + share * leaving * job.config.rounds) / pcie,
+                forward_pcie=numel * share_of_rank * copies.forward / pcie + share * crossing,
+                backward_pcie=numel * share_of_rank * copies.backward / pcie + share * crossing,
                 forward_network=numel * gathering,
                 backward_network=numel * ((gathering if zero.stage == 3 else 0.0) + reducing),
             )

@@ -14,6 +14,10 @@ from nvme_offload.offload.units import TB
 UPDATE_RATE = 1e9
 """Parameters per second of the update kernel, less than it does on two cores in memory."""
 
+COPY_RATE = 3e9
+"""Bytes per second that a thread copies to staging buffers or back, about what `experiments activations iterations`
+measures beside computing on two cores."""
+
 
 class MachineError(ValueError):
     """The machine's description cannot be used; says what to give instead."""
@@ -76,6 +80,9 @@ class Machine:
     """Floating-point operations per second that forward and backward reach on one rank; None is not known."""
     update_rate: float = UPDATE_RATE
     """Parameters per second that one rank's update kernel reaches when nothing has to be waited for."""
+    copy_rate: float = COPY_RATE
+    """Bytes per second that a thread copies between tensors and staging buffers. Where ranks compute on the CPU, all
+    threads that compute wait for the one whose processor copies."""
     pcie: float | None = None
     """Bytes per second between a rank's accelerator and its host, each way while both are in use; None: copies take no
     time, or nobody knows."""

@@ -135,8 +135,8 @@ def predict(job: Job, machine: Machine) -> Prediction:
     if kept_activations is not None and kept_activations.nvme:
         traffic[ACTIVATIONS] = kept_activations.traffic(job.config.rounds)
     leaving = 0
-    if kept_activations is not None and placed.on_device:
-        leaving = kept_activations.host + kept_activations.nvme
+    if kept_activations is not None:
+        leaving = kept_activations.nvme + (kept_activations.host if placed.on_device else 0)
     work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE], leaving), {}
     if work is not None:
         possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]

@@ -549,6 +549,8 @@ def test_activations_on_the_drive_are_counted(keep, budget, dtype, between, insi
     more = {"boundaries": 0, "attention": kept // 2, "all": 100_000 * per_token}[keep]
     assert plain.tiers.bytes_on("host") - moved.tiers.bytes_on("host") == beyond - more
     assert moved.time.seconds >= plain.time.seconds
+    # Copies to staging buffers and back take the processors that compute.
+    assert moved.time.work.compute - plain.time.work.compute == pytest.approx(4 * beyond / machine.copy_rate)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
