@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -24,6 +24,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_exports.py
+
+bench: setup
+	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
 
 # This project beside others, by turns; peers that need packages get an environment each (docs/comparison.md).
 compare: setup

@@ -62,6 +62,7 @@ FOLDERS_BOTTOM_UP = {
         {"bench", "doctor", "plan", "runs"},
         {"cli", "init", "top", "verify"},
         {"experiments"},
+        {"benchmarks"},
     ),
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""

@@ -12,7 +12,7 @@ from typing import Any
 from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
-"""Parameters per second of the update kernel, less than it does on two cores in memory."""
+"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
 
 COPY_RATE = 3e9
 """Bytes per second that a thread copies to staging buffers or back, about what `experiments activations iterations`

@@ -31,6 +31,7 @@ def verify(
         typer.Option(metavar="CHECK", help=f"Run this check alone; repeat it. Checks: {', '.join(CHECKS)}."),
     ] = None,
     as_json: Json = False,
+    no_measure: Annotated[bool, typer.Option("--no-measure", hidden=True)] = False,  # older scripts say so
 ) -> None:
     """Verify the bits of training on this machine's GPU or CPU.
 
