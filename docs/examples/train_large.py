@@ -86,6 +86,8 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if not chosen.keep_parameters:
         zero["offload_param"], more["offload_gradients"] = place, place
+        if chosen.micro_batches > 1:  # each keeps a gradient of the tied embedding between its two uses
+            more["activations"] = {**place, "host_budget": "64MiB"}
     optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}
     return {
         "zero_optimization": zero,
