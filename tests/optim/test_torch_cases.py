@@ -19,7 +19,7 @@ ACCEPTED = ("betas", "foreach")
 
 @cache
 def infos():
-    """What torch knows of each optimizer that we have, too."""
+    """Return what torch knows of each optimizer that we have, too."""
     from torch.testing._internal.common_optimizers import optim_db  # it takes seconds, and only this test needs it
 
     by_name = {info.optim_cls.__name__: info for info in optim_db}

@@ -1,4 +1,4 @@
-"""What the process has imported that children are forked from; a child looks for garbage in its own objects only."""
+"""Imports for the process that children are forked from; a child looks for garbage in its own objects only."""
 
 import contextlib
 import gc

@@ -687,7 +687,7 @@ def go_on(engine, number):
     ("kind", "op"), [("params", Op.READ), ("grads", Op.WRITE), ("activations", Op.READ), ("activations", Op.WRITE)]
 )
 def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, kind, op, first):
-    """What enters a block is of another micro-batch each time."""
+    """Each time another micro-batch enters a block."""
     wanted = train(config_of(None, "horizontal", 3), 2, num_layers=6)
     config = config_of(tmp_path, "vertical", 3, **EVERYTHING)
     config["activations"] = {"device": "nvme", "nvme_path": str(tmp_path), "host_budget": "8KiB", "min_bytes": 0}

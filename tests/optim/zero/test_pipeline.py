@@ -202,7 +202,7 @@ def checkpoints(mesh, path, drive):
 
 
 def trained_cases(mesh, cases):
-    """What a run without stages gives by mode, and a pipeline by mode and schedule."""
+    """Return what a run without stages gives by mode, and a pipeline by mode and schedule."""
     modes = {mode for mode, _ in cases}
     results = {name: train_whole(mesh, section(**mode)) for name, (mode, _) in MODES.items() if name in modes}
     for mode, schedule in cases:
