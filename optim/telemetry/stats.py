@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, get_args
-
-from nvme_offload.optim.telemetry.metrics import field_texts, prometheus_text
 
 SpanKind = Literal["forward", "backward", "step", "norm", "wait", "read", "compute", "write", "commit"]
 Cause = Literal["drive", "staging buffers", "kernel", "device"]
@@ -211,14 +209,6 @@ class OptimizerStats:
         numbers = {name: value for name, value in known.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
 
-    def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
-        """`scalars` as the text that Prometheus scrapes, in names that begin with ``nvme_offload_``.
-
-        Args:
-            labels: put on each of them: ``{"rank": 0}``.
-        """
-        return prometheus_text(self.scalars(), scalar_texts(), GAUGES, labels or {}, {"engine": self.engine})
-
 
 _NO_NUMBERS = ("iteration", "commit_failure")
 """Fields that may be None and are no number otherwise."""
@@ -232,29 +222,6 @@ def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
         seconds = iteration.wait_seconds.get(cause, 0.0) if iteration else math.nan
         found[f"wait_seconds_{cause.replace(' ', '_')}"] = seconds
     return {f"iteration_{name}": value for name, value in found.items()}
-
-
-GAUGES = frozenset(
-    {
-        *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "host_state_bytes", "device_state_bytes"),
-        *("param_host_bytes", "grad_host_bytes", "total_norm", "clip_coef", "committed_step", "checkpoint_progress"),
-        *("rewrite_every", "written_per_day"),
-        *_of_iteration(None),
-    }
-)
-"""Scalars that go up and down; the others count."""
-
-
-def scalar_texts() -> dict[str, str]:
-    """Return what each of `OptimizerStats.scalars` means, in one line."""
-    texts = field_texts(IterationStats) | {
-        "ideal_seconds": "The longer of computing and moving.",
-        "share_of_ideal": "The ideal over all of it: 1 hides the shorter behind the longer.",
-    }
-    texts |= {f"wait_seconds_{cause.replace(' ', '_')}": f"Waiting for: {cause}." for cause in get_args(Cause)}
-    of_iteration = {f"iteration_{name}": f"Latest iteration, seconds: {text}" for name, text in texts.items()}
-    of_iteration["iteration_share_of_ideal"] = f"Latest iteration: {texts['share_of_ideal']}"
-    return field_texts(OptimizerStats) | of_iteration
 
 
 @dataclass
