@@ -206,12 +206,10 @@ class OffloadOptimizerConfig(TierConfig):
     """The most that the ranks of a host may write in a day. With `rewrite_every: "auto"` a durable run begins with a
     period that keeps it, however fast steps follow each other. A run that writes more says so once, with what writes
     less."""
-    ratio: float = key(1.0, "a number, 0..1", "same", ge=0, le=1)
-    """The share of the state of a model on a GPU that leaves it for the tier of `device`, 0..1: the rest stays there,
-    as with `device_budget`. Of a model on the CPU all of it is in host memory or on the drive anyway."""
 
     IGNORED: ClassVar = {
         **each("pipeline pipeline_read pipeline_write", "reads always run ahead and writes behind"),
+        "ratio": "device_budget says how many bytes of the state stay on a GPU",
         "fast_init": "the state is always created on its tier",
         "convert_grad_on_cpu": "a gradient becomes fp32 in registers, inside the update",
     }
@@ -502,22 +500,16 @@ class OffloadConfig(Section):
     def _device_budget(self) -> Iterator[Contradiction]:
         """State on a device is beside its parameters, and in no file."""
         zero, other = self.zero_optimization, "leave one of the two out"
-        name, ratio = "device_budget", zero.offload_optimizer.ratio
-        if ratio < 1 and self.device_budget is not None:
-            why = f"says how much stays on the GPU, and so does ratio = {ratio}"
-            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_optimizer.ratio",))
-        if ratio < 1:
-            name = "zero_optimization.offload_optimizer.ratio"
-        elif self.device_budget is None:
+        if self.device_budget is None:
             return
         if zero.offload_param.device != "none":
             why = (
                 f'is for a model on a GPU, and offload_param.device = "{zero.offload_param.device}" takes it from there'
             )
-            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_param.device",))
+            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_param.device",))
         if zero.offload_optimizer.durable:
             why = "keeps state on the GPU alone, and a durable run writes all of it"
-            yield Contradiction(name, f"{why}; {other}", ("zero_optimization.offload_optimizer.durable",))
+            yield Contradiction("device_budget", f"{why}; {other}", ("zero_optimization.offload_optimizer.durable",))
 
     def _overlap(self) -> Iterator[Contradiction]:
         if not self.skip_non_finite and self.fp16.enabled:

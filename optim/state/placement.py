@@ -60,9 +60,7 @@ class StatePlacement:
         self.host_budget = None if config.host_budget == "auto" else config.host_budget
         """Bytes; None is no limit, and no wish to have state in host memory that may be on NVMe."""
         self.device_budget = config.device_budget
-        """Bytes of state; None: no state stays on a device but for `_device_share`."""
-        self._device_share = 1 - self._section.ratio
-        """The share of the state that stays on a device without a budget in bytes."""
+        """Bytes of state; None: no state stays on a device."""
         if self._on_nvme:
             self._check_staging_budget()
 
@@ -170,9 +168,6 @@ class StatePlacement:
         budgets: dict[Tier, int] = {} if self.host_budget is None else {"host": self.host_budget}
         if self.device_budget is not None:
             budgets["device"] = self.device_budget
-        elif self._device_share:
-            states = units[len(units) - len(placed) - len(new) :]
-            budgets["device"] = round(self._device_share * sum(unit.size_bytes for unit in states))
         plan = plan_tiers(units, budgets)
         if plan.excess("host"):
             raise ConfigError([self._too_small(plan)])
@@ -182,8 +177,7 @@ class StatePlacement:
         """Return where a new subgroup may be. The host updates whole matrices."""
         # Without a byte of state, as that of plain SGD over fp32 parameters, there is nothing to put on a drive.
         usual: tuple[Tier, ...] = choice if self.size_bytes(subgroup) else ("host",)
-        has_budget = self.device_budget is not None or self._device_share > 0
-        may_stay = on_device and has_budget and not subgroup.rule.whole
+        may_stay = on_device and self.device_budget is not None and not subgroup.rule.whole
         return ("device", *usual) if may_stay else usual
 
     def _unit(self, subgroup: Subgroup, page: int, tiers: tuple[Tier, ...]) -> Unit:

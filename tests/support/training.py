@@ -36,11 +36,10 @@ def section(
     host_budget: int | str | None = None,
     pin_memory: bool | None = None,
     device_budget: int | str | None = None,
-    ratio: float = 1.0,
     **aio: Any,
 ) -> dict[str, Any]:
     """A configuration section: state on NVMe below `path`, or in host memory without one."""
-    offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers, "pin_memory": pin_memory, "ratio": ratio}
+    offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers, "pin_memory": pin_memory}
     if path is not None:
         offload |= {"device": "nvme", "nvme_path": str(path)}
     return {

@@ -288,11 +288,10 @@ MIXES = {
     "device and host": {"state": "cpu", "device_budget": "2MiB"},
     "device and nvme": {"device_budget": "2MiB"},
     "device, host and nvme": {"device_budget": "1MiB", "host_budget": "8MiB"},
-    "device and host by a ratio of 0.4": {"state": "cpu", "ratio": 0.4},
 }
 
 
-QUICK = ("device, host and nvme", "device and host by a ratio of 0.4")
+QUICK = ("device, host and nvme", "device and host")
 
 
 @pytest.mark.parametrize(
@@ -309,8 +308,6 @@ def test_every_mix_has_the_bits_of_the_cpu(make_adamw, late, name):
     assert (on_device == stats.state_bytes) == (name == "all on the device")
     assert (on_host > 0) == ("host" in name)
     assert (stats.bytes_written > 0) == ("nvme" in name)
-    if "ratio" in MIXES[name]:
-        assert 0.5 < on_device / stats.state_bytes <= 0.6
 
 
 def on_device(make_adamw, shapes, dtypes=DTYPES, device="cpu", budget="1GiB", **more):
@@ -425,11 +422,6 @@ def test_where_it_cannot_be_it_is_refused(make_adamw):
     ):
         with pytest.raises(ConfigError, match=words):
             OffloadConfig.from_dict({"zero_optimization": {"stage": 3, **more}, "device_budget": "1GiB"})
-    cpu = {"device": "cpu", "ratio": 0.3}
-    with pytest.raises(ConfigError, match=r"device_budget.*so does ratio = 0\.3; leave one of the two out"):
-        OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": cpu}, "device_budget": "1GiB"})
-    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio = 0\.3: is for a model on a GPU"):
-        OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": cpu, "offload_param": drive}})
 
 
 MAX_OPERATORS, FOR_ALL = 12, 3  # for one gradient of at most 16 Mi elements, and for all of them together
