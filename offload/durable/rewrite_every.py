@@ -29,9 +29,6 @@ class DurableBytes:
     """The gradients as they are stored: what a log entry has."""
     numel: float = 1
 
-    def __add__(self, other: DurableBytes) -> DurableBytes:
-        return DurableBytes(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
     @property
     def base(self) -> float:
         """Bytes of the bases."""

@@ -7,17 +7,24 @@ from typing import Any, NamedTuple
 
 from nvme_offload.aio_native import EngineStats
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
-from nvme_offload.offload.config.section import MAX_PERIOD, OffloadOptimizerConfig
-from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY, DurableBytes, costs_of
+from nvme_offload.offload.config.section import OffloadOptimizerConfig
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.units import TB
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM
 from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.updates.logs import is_loggable
 
 _SURE_SECONDS = 60.0
 """After so much training the rate is taken for that of the run."""
+
+_OF_DURABLE = (
+    'a new run with rewrite_every = "auto" takes the period that keeps it, where one does, and a run with '
+    "durable = false and a host_budget writes less"
+)
+_OF_OTHERS = (
+    'a host_budget keeps state in memory, and a run with durable = true and rewrite_every = "auto" takes the period '
+    "that keeps it, where one does"
+)
 
 
 class _Moment(NamedTuple):
@@ -81,42 +88,11 @@ class Wear:
         shared = f" (the part of one rank, of {ranks_on_host()})" if ranks_on_host() > 1 else ""
         warn_user(
             f"{per_day / TB:.3g} TB a day are written at the rate of this run, and wear_limit is {limit / TB:.3g} TB a "
-            f"day{shared}: {self._remedy(per_day, limit)}",
+            f"day{shared}: {_OF_DURABLE if self._period else _OF_OTHERS}; or set a higher limit",
             of_this_rank=True,
-        )
-
-    def _remedy(self, per_day: float, limit: float) -> str:
-        size = self._size
-        now = size.state if self._period is None else costs_of(size, self._period).written
-        for period in range(2, MAX_PERIOD + 1):
-            then = per_day * costs_of(size, period).written / now if now else per_day
-            if then <= limit:
-                run = "a run with durable = true and" if self._period is None else "a new run with"
-                return f"{run} rewrite_every = {period} would write about {then / TB:.3g} TB"
-        if self._period is None:
-            return "no rewrite_every of a durable run writes as little; give the state a host_budget, or a higher limit"
-        return (
-            "no rewrite_every of a durable run writes as little, nor does a host_budget, whose state is written, too; "
-            "set a higher limit, or durable to false with a host_budget"
         )
 
     @property
     def _written(self) -> int:
         """Bytes of all kinds that went to drives so far."""
         return sum(engine.bytes_written for engine in self._engines.stats())
-
-    @property
-    def _size(self) -> DurableBytes:
-        """The bytes of the state that is logged, with what a base has besides; of all of it where none is."""
-        size, durability = DurableBytes(state=0, tail=0, grad=0, numel=0), self._store.durability
-        for subgroup in (slot.subgroup for slot in self._store.slots):
-            if durability.period > 1 and not is_loggable(subgroup.form, subgroup.rule):
-                continue
-            dtype, numel = subgroup.tail_dtype, subgroup.numel
-            size += DurableBytes(
-                state=subgroup.size_bytes,
-                tail=dtype.itemsize * numel if dtype else 0,
-                grad=DTYPE_OF_FORM[subgroup.form].itemsize * numel,
-                numel=numel,
-            )
-        return size

@@ -22,10 +22,8 @@ from nvme_offload.optim.layout.master import (
 )
 from nvme_offload.optim.rules.rule import UpdateRule
 
-SECTION_ALIGNMENT = 64
-"""Every section of an extent and every run in it starts at a cache line."""
-
-_RUN_ALIGNMENT = 32  # elements: 64 bytes of the narrowest section
+_RUN_ALIGNMENT = 32
+"""Elements: each run in a section starts at a cache line, 64 bytes of the narrowest section."""
 
 
 class Run(NamedTuple):
