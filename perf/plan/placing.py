@@ -72,15 +72,18 @@ class Job:
         """Bytes that all layers keep from a forward to its backward: their inputs, and results of attention, or all."""
         if not self.computes_again:
             return self.shape.num_layers * self.layer_bytes
-        tensors = self.shape.num_layers
+        tensors, tied = self.shape.num_layers, 0
         if self.config.rounds < self.micro_batches:
-            # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it.
+            # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it. So
+            # does the gradient of a head that shares its weight, for what the embedding adds to it.
             tensors = (tensors + 1) * self.micro_batches
+            gathered = precision_of(self.config, safe=True).gather
+            tied = self.shape.tied_numel * self.micro_batches * gathered.itemsize
         elif self.keeps_attention:
             tensors *= 2
         # What goes from layer to layer is fp32 with autocast, whose sums are.
         itemsize = DTYPES["fp32" if self.config.autocast_dtype else self.config.compute_dtype].itemsize
-        return tensors * self.tokens * self.shape.hidden_size * itemsize
+        return tensors * self.tokens * self.shape.hidden_size * itemsize + tied
 
     @property
     def keeps_attention(self) -> bool:

@@ -44,6 +44,12 @@ class ModelShape:
         return ((self.rest,) if self.rest else ()) + self.before + self.layers + self.after
 
     @property
+    def tied_numel(self) -> int:
+        """Elements of a weight that an embedding and a head share, or are gathered with; 0 where each is by itself."""
+        numel = self.vocab_size * self.hidden_size
+        return numel if numel and max(self.rest, default=0) >= numel else 0
+
+    @property
     def num_layers(self) -> int:
         """Number of repeated layers."""
         return len(self.layers)

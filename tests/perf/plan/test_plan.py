@@ -107,6 +107,9 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     case = dict(case)
     budget, stage = case.pop("staging_budget", "512MiB"), case.pop("stage", 3)
     config = section(tmp_path, **case)
+    if config["micro_batch_order"] == "vertical":
+        place = {"device": "nvme", "nvme_path": str(tmp_path), "host_budget": "4KiB", "min_bytes": "8KiB"}
+        config["activations"] = place
     config["zero_optimization"]["stage"] = stage
     config["zero_optimization"]["offload_optimizer"]["staging_budget"] = budget
     shape = llama()
@@ -115,6 +118,9 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     torch.manual_seed(0)
     with initialize(LlamaForCausalLM(shape), config) as engine:
         actual = moved_by(engine, shape)
+        if engine.activations:  # of each micro-batch the gradient of the tied head; what enters layers is too small
+            moved = engine.activations.stats().written_bytes / (WARM_UP_STEPS + COUNTED_STEPS + 1)
+            assert predicted.pop("kept activations").total.written > moved >= 3 * 2 * 1000 * 64
     assert predicted.keys() == {kind for _, kind in actual}
     for kind, moved in predicted.items():
         assert moved.total.written == pytest.approx(actual[Op.WRITE, kind], rel=0.005), kind
