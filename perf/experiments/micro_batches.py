@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -40,7 +40,8 @@ from nvme_offload.perf.plan.shape import ModelShape
 _WARM_STEPS = 2
 _STATE_BYTES, _DURABLE_BYTES = 11, 24
 _LEAST_BUFFER = 1 << 20
-_ORDERS = ("horizontal", "vertical")
+Order = Literal["horizontal", "vertical"]
+_ORDERS: tuple[Order, ...] = ("horizontal", "vertical")
 _RATIOS = (1, 2, 4)  # seconds of the drive over those of computing, of the plain loop
 _LIMIT = 1.05  # most that an iteration may take over what the plan says
 _ITERATIONS = 4  # measured over a paced drive, after two that are not
@@ -65,20 +66,22 @@ def bytes_of_steps(
     in_backward: Annotated[bool, typer.Option(help="Update blocks in backward, without clipping.")] = False,
     rewrite_every: Annotated[int, typer.Option(min=0, help="Make the run durable with this period; 0: it is not.")] = 0,
     boundaries: Annotated[bool, typer.Option(help="Keep what enters blocks on NVMe, too.")] = False,
+    order: Annotated[Order | None, typer.Option(help="Measure one order, whose peak of memory is its own.")] = None,
+    mode: Annotated[Literal["bf16", "fp32"], typer.Option(help="Precision.")] = "bf16",
     save_to: SaveTo = None,
 ) -> None:
     """Count the bytes of a step and its memory, block by block and one by one."""
     numel = 8 * width**2
     held = _STATE_BYTES if not rewrite_every else _DURABLE_BYTES
     state: dict[str, Any] = {"buffer_count": 2, "staging_budget": 2 * max(held * numel, _LEAST_BUFFER)}
-    more: dict[str, Any] = {"gradient_accumulation_steps": count, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    more: dict[str, Any] = {"gradient_accumulation_steps": count, "gradient_clipping": 1.0, **MODES[mode]}
     if in_backward:
         more |= {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
     if boundaries:
         more["activations"] = {"device": "nvme", "nvme_path": str(path), "host_budget": "1MiB", "min_bytes": 4096}
 
     def outcomes() -> Iterator[Row]:
-        for each in _ORDERS:
+        for each in (order,) if order else _ORDERS:
             torch.manual_seed(0)
             batches = torch.randn(count, tokens, width)
             lasts = {"durable": unused_name(), "rewrite_every": rewrite_every} if rewrite_every else {}
@@ -95,9 +98,11 @@ def measured(name: str, config: OffloadConfig, layers: int, width: int, batches:
     """Train a new model with micro-batches [count, tokens, width]; count bytes per parameter and step.
 
     A step is counted from the end of its first forward to that of the next step's, when no update is left to be done.
-    The first steps do not count.
+    The first steps do not count. The model is born on its tier: free memory of one that was whole would hide a peak.
     """
-    with initialize(layered_model(layers, width), config) as engine:
+    with torch.device("meta"):
+        model = layered_model(layers, width)
+    with initialize(model, config) as engine:
         optimizer, ends = engine.optimizer, list[tuple[float, tuple[int, int] | None, OptimizerStats]]()
 
         def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -206,14 +211,7 @@ def _paced_section(path: Path, order: str, count: int, width: int) -> dict[str, 
 def _planned(config: OffloadConfig, size: tuple[int, int], computing: float, rate: float) -> Prediction:
     """Plan iterations that compute for so many seconds, over a drive of a rate, in layers of one matrix each."""
     layers, width = size
-    shape = ModelShape(
-        name="matrices",
-        layers=((width**2,),) * layers,
-        rest=(),
-        hidden_size=width,
-        intermediate_size=width,
-        vocab_size=0,
-    )
+    shape = ModelShape.of_numbers(layers * width**2, layers, width)
     job = Job(shape=shape, config=config, tokens=1, checkpointing=False, baseline_bytes=0)
     operations = (8 if job.computes_again else 6) * shape.numel * job.micro_batches
     drives = Drives(read=rate, write=rate, mixed=rate)
