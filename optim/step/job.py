@@ -61,9 +61,12 @@ class StepJob:
 
     @property
     def is_done(self) -> bool:
-        """Return whether nothing is left to do."""
-        window = self._window
-        return window is not None and self._num_read == len(window) and self._store.pipeline.is_quiet
+        """Return whether nothing is left to do.
+
+        Reads for the next step that found no buffer are left to that step when nothing is under way: then buffers have
+        what could not be written, and no transfer that ends gives one back.
+        """
+        return self._window is not None and self._store.pipeline.is_quiet
 
     def shift(self) -> bool:
         """Update the first subgroup that is in memory, if any is; when all are updated, read for the next step."""

@@ -201,6 +201,39 @@ def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_mad
     twin.close()
 
 
+def test_a_reader_that_is_told_of_a_failed_write_leaves_nobody_waiting(alone, tmp_path, monkeypatch):
+    """No buffer comes free for the reads of the next step then: they are left to that step."""
+    engine, twin = (
+        make(config_of(tmp_path, mode, accumulation=1), num_layers=LAYERS, width=129) for mode in (None, "off")
+    )
+    optimizer, store = engine.optimizer, engine.optimizer.store
+    for one in (engine, twin):
+        train_step(one, 0)
+    optimizer.synchronize()
+    drive = Failing(store.tier, monkeypatch, Op.WRITE, first=len(store.slots))  # the last one
+    read, told = store.pipeline.read_into_free_buffers, []
+
+    def after_a_reader(window, first):
+        """A reader comes before the first of these reads, and is told."""
+        while not told:
+            try:
+                store.pipeline.acquire([store.slots[0]], 0, for_change=False)
+            except SwapIOError as error:
+                told.append(error)
+        return read(window, first)
+
+    monkeypatch.setattr(store.pipeline, "read_into_free_buffers", after_a_reader)
+    for one in (engine, twin):
+        train_step(one, 1)
+    store.worker.wait_until(lambda: store.worker.is_idle)
+    assert len(told) == 1
+    drive.healthy = True
+    optimizer.synchronize()
+    assert_same(full_state(engine.module, optimizer), full_state(twin.module, twin.optimizer))
+    for one in (engine, twin):
+        one.close()
+
+
 @pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": False}}], ids=["bf16", "fp32"])
 def test_weights_of_two_steps_are_not_read_as_those_of_one(alone, tmp_path, monkeypatch, keys):
     """After the error was told, too: an export or a state dict would be a mixture."""
