@@ -32,7 +32,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL
 
 ROOT = "the root module"
 """This is the name of the block of parameters that are in no named part of the model."""
@@ -201,7 +201,8 @@ class OwnParts(ShardParts):
 def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
     """Return whether masters are no finer than what is stored of them."""
     if rest.dtype is torch.uint16:
-        return not rest.view(torch.int16).any()
+        words = rest.view(torch.int16)
+        return not (words[:TILE_NUMEL].any() or words.any())  # of weights that were fp32 the first few say it
     return torch.equal(rest, stored.float())
 
 
