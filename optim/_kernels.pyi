@@ -8,6 +8,8 @@ cannot be started.
 from collections.abc import Sequence
 from typing import Final
 
+from nvme_offload.optim.updates.work import StepScalars as _StepScalars
+
 TILE_NUMEL: Final[int]
 
 class ThreadPool:
@@ -75,13 +77,19 @@ class Segment:
         tail: int,
         origin: Origin,
     ) -> None: ...
-    def renew(self, param: int, grad: int, grad_dtype: int, grad_scale: float, scalars: Sequence[float]) -> None: ...
 
 class SummedMemory:
     def __init__(self, *, address: int, size_bytes: int, sums: int) -> None: ...
 
 def available_isas() -> list[str]: ...
 def rules() -> list[str]: ...
+def renew(
+    segments: Sequence[Segment],
+    params: Sequence[int],
+    grads: Sequence[int],
+    grad_dtypes: Sequence[int],
+    scalars: Sequence[_StepScalars],
+) -> None: ...
 def update(
     pool: ThreadPool,
     isa: str,

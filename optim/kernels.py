@@ -19,6 +19,7 @@ import nvme_offload.optim._kernels as _kernels
 from nvme_offload.optim._kernels import LoggedStep as LoggedStep
 from nvme_offload.optim._kernels import Segment as Segment
 from nvme_offload.optim._kernels import SummedMemory
+from nvme_offload.optim._kernels import renew as renew
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -42,9 +43,9 @@ class GradDtype(enum.IntEnum):
     @classmethod
     def of(cls, grad: torch.Tensor) -> GradDtype:
         """Return the number of a gradient's dtype."""
-        if grad.dtype not in _GRAD_DTYPES:
+        if (found := _GRAD_DTYPES.get(grad.dtype)) is None:
             raise ValueError(f"grad is {grad.dtype}; the kernels take float32, bfloat16 and float16")
-        return _GRAD_DTYPES[grad.dtype]
+        return found
 
 
 _GRAD_DTYPES = {
@@ -83,7 +84,7 @@ def make_segment(
 ) -> Segment:
     """Describe one run of elements to `KernelPool.update`.
 
-    A segment holds addresses: keep the tensors alive. `Segment.renew` says what is new in a step.
+    A segment holds addresses: keep the tensors alive. `renew` says what is new of many in a step.
 
     Args:
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.

@@ -50,6 +50,11 @@ class Layout(NamedTuple):
         is_split = isinstance(local_tensor(leaf), SplitTensor)
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
 
+    def fits(self, leaf: torch.Tensor, param: torch.Tensor) -> bool:
+        """Return whether `of` them would be equal."""
+        is_split = param is not leaf and isinstance(local_tensor(leaf), SplitTensor)
+        return self == (param.dtype, param.device, param.shape, param.stride(), is_split)
+
     def __str__(self) -> str:
         kind = "a shard in parts" if self.is_split else "a tensor"
         return f"{kind} of {self.dtype} on {self.device}, shape {self.shape}, strides {self.strides}"
@@ -125,8 +130,8 @@ def check_no_overlap(params: Sequence[torch.Tensor], names: Sequence[str]) -> No
             )
 
 
-def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return the gradient of a parameter, 1D [numel], in the parameter's order of memory; None if there is none.
+def flat_grad(leaf: torch.Tensor, layout: Layout, name: str) -> torch.Tensor | None:
+    """Return the gradient of a parameter with this layout, 1D [numel], in its order of memory; None if there is none.
 
     Of a sharded parameter it is this rank's part; where that is on a tier the stand-in for it. A DTensor laid out
     otherwise than its parameter (a sum that is still in parts on the ranks of tensor parallelism) is brought into its
@@ -137,7 +142,7 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
         return None
     if isinstance(leaf, DTensor) and isinstance(sharded, DTensor) and sharded.placements != leaf.placements:
         sharded = sharded.redistribute(placements=leaf.placements)
-    grad, param = local_tensor(sharded), storage_of(leaf)
+    grad = local_tensor(sharded)
     if grad.layout is not torch.strided:
         raise ValueError(
             f"the gradient of {name} is sparse ({grad.layout}): dense gradients are needed; build the module with "
@@ -146,16 +151,19 @@ def flat_grad(leaf: torch.Tensor, name: str) -> torch.Tensor | None:
     if grad.dtype not in GRAD_DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRAD_DTYPES)
         raise ValueError(f"the gradient of {name} is {grad.dtype}: it must be {allowed}")
-    if grad.shape != param.shape or grad.device != param.device:
+    if grad.shape != layout.shape or grad.device != layout.device:
         raise ValueError(
             f"the gradient of {name} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
-            f"{tuple(param.shape)} on {param.device}"
+            f"{layout.shape} on {layout.device}"
         )
     if isinstance(grad, StandIn):
         return grad
-    if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
-        grad = room_like(param, grad.dtype, param.device).copy_(grad)
-    if grad.requires_grad or not grad.is_contiguous():
+    is_contiguous = grad.is_contiguous()
+    if grad.stride() != layout.strides:
+        ordered = torch.empty_strided(layout.shape, layout.strides, dtype=grad.dtype, device=grad.device)
+        if not (is_contiguous and ordered.is_contiguous()):
+            grad, is_contiguous = ordered.copy_(grad), ordered.is_contiguous()
+    if grad.requires_grad or not is_contiguous:
         return flat_view(grad)
     return grad if grad.dim() == 1 else grad.view(-1)
 

@@ -489,12 +489,12 @@ struct Share {
 constexpr std::size_t kTilesInARow = 8;
 
 // Shares of all segments in one row, so that many small segments share the threads as well as one large segment does.
-std::vector<Share> shared_out(const std::vector<Segment>& segments, std::size_t most_tiles,
+std::vector<Share> shared_out(const std::vector<const Segment*>& segments, std::size_t most_tiles,
                               std::size_t num_threads) {
   std::vector<Share> shares;
   for (std::size_t k = 0; k < segments.size(); ++k) {
-    if (!has_work(segments[k])) continue;
-    const std::size_t count = num_tiles(segments[k].numel);
+    if (!has_work(*segments[k])) continue;
+    const std::size_t count = num_tiles(segments[k]->numel);
     const std::size_t each = std::clamp(count / (4 * num_threads), std::size_t{1}, most_tiles);
     for (std::size_t first = 0; first < count; first += each) {
       shares.push_back({k, first, std::min(first + each, count)});
@@ -504,17 +504,17 @@ std::vector<Share> shared_out(const std::vector<Segment>& segments, std::size_t 
 }
 
 // A deque, for its elements stay where they are.
-std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<Segment>& segments,
+std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<const Segment*>& segments,
                                  const std::vector<SummedMemory>& summed) {
   std::deque<BlockSums> begun;
   for (const SummedMemory& memory : summed) {
     check(memory);
     BlockSums& sums = begun.emplace_back(kernels, memory);
-    for (const Segment& s : segments) {
-      if (!has_work(s)) continue;
-      const Rows rows(kernels, s);
+    for (const Segment* s : segments) {
+      if (!has_work(*s)) continue;
+      const Rows rows(kernels, *s);
       for (std::size_t k = 0; k < rows.count; ++k) {
-        sums.expect(rows.row[k].address, static_cast<std::size_t>(s.numel) * rows.row[k].itemsize);
+        sums.expect(rows.row[k].address, static_cast<std::size_t>(s->numel) * rows.row[k].itemsize);
       }
     }
     sums.begin();
@@ -531,12 +531,13 @@ std::vector<std::string> rules() {
   return names;
 }
 
-Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry,
-               const std::vector<SummedMemory>& summed) {
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<const Segment*>& segments,
+               const LogEntry& entry, const std::vector<SummedMemory>& summed) {
   const KernelTable& kernels = kernel_table(isa);
   EntrySpace space(entry);
-  for (const Segment& s : segments) {
-    if (has_work(s)) check(s, kernels);
+  for (const Segment* s : segments) {
+    if (s == nullptr) throw std::invalid_argument("a segment is None");
+    if (has_work(*s)) check(*s, kernels);
   }
   const std::vector<Share> shares = shared_out(segments, summed.empty() ? 1 : kTilesInARow,
                                                static_cast<std::size_t>(pool.num_threads()));
@@ -544,7 +545,7 @@ Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segme
   std::vector<std::int64_t> changed(shares.size());
   pool.parallel_for(shares.size(), [&](std::size_t i) {
     const Share& share = shares[i];
-    Tiles tiles(kernels, segments[share.segment], share.end, space, sums);
+    Tiles tiles(kernels, *segments[share.segment], share.end, space, sums);
     for (std::size_t index = share.first; index < share.end; ++index) changed[i] += tiles.update(index);
     tiles.end();
   });

@@ -84,8 +84,8 @@ struct Updated {
 // One optimizer step for every segment, after those of its log. num_changed is, per segment, the number of tiles whose
 // parameter somebody changed since the checksums were taken: there the parameter as found is the truth, and the master
 // is made from it before the update. Checksums are of what is in their memory when everything is updated.
-Updated update(ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, const LogEntry& entry,
-               const std::vector<SummedMemory>& summed);
+Updated update(ThreadPool& pool, const std::string& isa, const std::vector<const Segment*>& segments,
+               const LogEntry& entry, const std::vector<SummedMemory>& summed);
 
 void split(ThreadPool& pool, const std::string& isa, Address src, Address hi, Address lo, std::int64_t numel);
 void join(ThreadPool& pool, const std::string& isa, Address hi, Address lo, Address dst, std::int64_t numel);

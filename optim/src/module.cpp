@@ -83,30 +83,44 @@ void bind_types(nb::module_& m) {
       .def_rw("log", &Segment::log)
       .def_rw("base", &Segment::base)
       .def_rw("offsets", &Segment::offsets)
-      .def_rw("tail", &Segment::tail)
-      .def(
-          "renew",
-          [](Segment& self, Address param, Address grad, int grad_dtype, float grad_scale, std::vector<float> scalars) {
-            self.param = param;
-            self.grad = grad;
-            self.grad_dtype = grad_dtype;
-            self.grad_scale = grad_scale;
-            self.scalars = std::move(scalars);
-          },
-          "param"_a, "grad"_a, "grad_dtype"_a, "grad_scale"_a, "scalars"_a);
+      .def_rw("tail", &Segment::tail);
 
   nb::class_<SummedMemory>(m, "SummedMemory")
       .def(nb::init<Address, std::int64_t, Address>(), nb::kw_only(), "address"_a, "size_bytes"_a, "sums"_a);
+}
+
+// Says what is new in a step. Neighbours that have the same scalars, the very object, have them read once.
+void renew(const std::vector<Segment*>& segments, const std::vector<Address>& params, const std::vector<Address>& grads,
+           const std::vector<int>& grad_dtypes, const std::vector<nb::handle>& scalars) {
+  const std::size_t count = segments.size();
+  if (params.size() != count || grads.size() != count || grad_dtypes.size() != count || scalars.size() != count) {
+    throw std::invalid_argument("as many of each are needed as segments");
+  }
+  float grad_scale = 0.0f;
+  std::vector<float> of_kernel;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i == 0 || !scalars[i].is(scalars[i - 1])) {
+      grad_scale = nb::cast<float>(scalars[i].attr("grad_scale"));
+      of_kernel = nb::cast<std::vector<float>>(scalars[i].attr("of_kernel"));
+    }
+    Segment& segment = *segments[i];
+    segment.param = params[i];
+    segment.grad = grads[i];
+    segment.grad_dtype = grad_dtypes[i];
+    segment.grad_scale = grad_scale;
+    segment.scalars = of_kernel;
+  }
 }
 
 void bind_functions(nb::module_& m) {
   m.attr("TILE_NUMEL") = kTileNumel;
   m.def("available_isas", &available_isas);
   m.def("rules", &rules);
-  // Segments are copied on the way in, so nobody changes one while the kernel runs without the GIL.
+  m.def("renew", &renew, "segments"_a, "params"_a, "grads"_a, "grad_dtypes"_a, "scalars"_a);
+  // Segments are not copied: who calls leaves them as they are while the kernel runs without the GIL.
   m.def(
       "update",
-      [](ThreadPool& pool, const std::string& isa, const std::vector<Segment>& segments, Address entry,
+      [](ThreadPool& pool, const std::string& isa, const std::vector<const Segment*>& segments, Address entry,
          std::int64_t entry_bytes, const std::vector<SummedMemory>& summed) {
         const Updated updated = update(pool, isa, segments, LogEntry{entry, entry_bytes}, summed);
         return std::make_pair(updated.num_changed, updated.log_bytes);

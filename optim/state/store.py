@@ -197,7 +197,8 @@ class StateStore(StepState):
                 split.use_parts(self._new_parts(self, record.index, split.parts))
         for record in self.table:
             record.note_place()
-        self.table.look_again()  # lets go of what was resident
+        for record in self.table:
+            record.look_again()  # lets go of what was resident
         self._arrived = []
 
     def _place(self, missing: Sequence[ParamRecord], admitted: Admission, slots: list[SlotRecord]) -> TierPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from nvme_offload.optim.layout.flat import Layout, Origin, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.tiers.parts import OwnParts, parts_of, split_shard
+from nvme_offload.optim.tiers.parts import OwnParts, parts_of
 
 _tile_sums = OnAccelerator().tile_checksums
 
@@ -119,8 +119,7 @@ class ParamRecord:
         """Return the address of `view`, without a tensor. The parameter is dense, in host memory."""
         if self.tiered is not None:
             return self.view(run).data_ptr()
-        with without_torch_function():
-            return self.param.data_ptr() + run.start * self.layout.dtype.itemsize
+        return self.param.data_ptr() + run.start * self.layout.dtype.itemsize
 
     def checksums_of(self, run: Run, *, on_device: bool = False) -> torch.Tensor | None:
         """Return the checksums of a run, from the device if its state is there; None in fp32."""
@@ -156,7 +155,7 @@ class ParamTable:
 
     def __init__(self) -> None:
         self._records: list[ParamRecord] = []
-        self._by_leaf: dict[torch.Tensor, ParamRecord] = {}
+        self._by_id: dict[int, ParamRecord] = {}  # of leaves, which records keep alive
         self._origins: dict[int, Origin] = {}
 
     def __len__(self) -> int:
@@ -181,11 +180,11 @@ class ParamTable:
 
     def find(self, leaf: object) -> ParamRecord | None:
         """Return the record of a parameter; None for anything else."""
-        return self._by_leaf.get(leaf) if isinstance(leaf, torch.Tensor) else None
+        return self._by_id.get(id(leaf))
 
     def of(self, leaf: torch.Tensor) -> ParamRecord:
         """Return the record of a parameter that is known to have one."""
-        return self._by_leaf[leaf]
+        return self._by_id[id(leaf)]
 
     def add(
         self, leaf: torch.Tensor, name: str, group: int, rule: UpdateRule, origin: Origin | None = None
@@ -196,13 +195,13 @@ class ParamTable:
             self._origins[record.index] = origin
         # No call in between: a signal handler sees it in both, or in the first, from which `drop` takes it.
         self._records += (record,)
-        self._by_leaf[leaf] = record
+        self._by_id[id(leaf)] = record
         return record
 
     def drop(self, first: int) -> None:
         """Forget the records from index `first` on, as far as they were taken on."""
-        for leaf in [leaf for leaf, record in self._by_leaf.items() if record.index >= first]:
-            del self._by_leaf[leaf]
+        for key in [key for key, record in self._by_id.items() if record.index >= first]:
+            del self._by_id[key]
         del self._records[first:]
 
     @property
@@ -223,20 +222,16 @@ class ParamTable:
     @property
     def has_split_params(self) -> bool:
         """Whether the state has a part of any parameter that FSDP2 gathers."""
-        return any(split_shard(record.leaf) is not None and "master" in record.entry_names for record in self._records)
-
-    def look_again(self) -> None:
-        """Look where parameters are now; what they were in before is let go."""
-        for record in self._records:
-            record.look_again()
+        return any(record.layout.is_split and "master" in record.entry_names for record in self._records)
 
     def check_layouts(self) -> None:
         """Look where parameters are now; raise ValueError for one that no longer lies in memory as it did."""
         for record in self._records:
             record.look_again()
-            if (found := Layout.of(record.leaf, record.param)) != record.layout:
+            if not record.layout.fits(record.leaf, record.param):
                 raise ValueError(
-                    f"{record.name} was {record.layout} and is now {found}: make the optimizer after converting a model"
+                    f"{record.name} was {record.layout} and is now {Layout.of(record.leaf, record.param)}: make the "
+                    "optimizer after converting a model"
                 )
 
     def note_placed(self, records: Iterable[ParamRecord], is_placed: bool) -> None:
@@ -251,24 +246,27 @@ class ParamTable:
 
     def members(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamRecord]:
         """Return the records of what is in the groups now. ValueError: a parameter is new here, or in two groups."""
-        places: dict[int, tuple[int, str]] = {}
+        places: dict[int, tuple[int, int]] = {}
         for number, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
-                where = f"parameter {place} of group {number}"
                 record = self.find(param)
                 if record is None:
                     raise ValueError(
-                        f"{where} (shape {tuple(param.shape)}) came into the group after the state of this optimizer "
-                        "had its place (the first step, a load, place()): until then whoever shards the model may put "
-                        "other parameters there, as accelerate does. New parameters come with add_param_group"
+                        f"{_where(number, place)} (shape {tuple(param.shape)}) came into the group after the state of "
+                        "this optimizer had its place (the first step, a load, place()): until then whoever shards a "
+                        "model may replace parameters, as accelerate does. New ones come with add_param_group"
                     )
-                if places.get(record.index, (number,))[0] != number:
+                first = places.setdefault(record.index, (number, place))
+                if first[0] != number:
                     raise ValueError(
-                        f"{places[record.index][1]} and {where} are the same parameter ({record.name}): which "
+                        f"{_where(*first)} and {_where(number, place)} are the same parameter ({record.name}): which "
                         "hyperparameters it has would be chance; remove it from one of the two"
                     )
-                places.setdefault(record.index, (number, where))
         return [self._records[index] for index in sorted(places)]
+
+
+def _where(group: int, place: int) -> str:
+    return f"parameter {place} of group {group}"
 
 
 class PlacesInTable(NamedTuple):
@@ -281,9 +279,10 @@ class PlacesInTable(NamedTuple):
         """See `Places`."""
         return self.table[run.param].view(run)
 
-    def address(self, run: Run) -> int:
+    def addresses(self, runs: Sequence[Run]) -> list[int]:
         """See `Places`."""
-        return self.table[run.param].address(run)
+        with without_torch_function():
+            return [self.table[run.param].address(run) for run in runs]
 
     def checksums(self, run: Run) -> torch.Tensor | None:
         """See `Places`."""

@@ -255,7 +255,7 @@ class FinalGradients:
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
         begun = self._begun or self._begin()
-        grad = flat_grad(leaf, record.name)
+        grad = flat_grad(leaf, record.layout, record.name)
         if begun is None or grad is None or self._inbox is None or self._store.worker.job is None:
             return  # an error has stopped what began: `step()` says so
         self._found[record.index] = _identity_of(leaf)

@@ -60,7 +60,8 @@ def total_norm(
     start = math.inf if found_inf else 0.0
     total = start if grads or found_inf else _NO_GRADIENT
     for sharding, indices in by_sharding.items():
-        own = start + ordered_sum(_sums_of({index: grads[index] for index in indices}, pool, known or {}))
+        part = grads if len(by_sharding) == 1 else {index: grads[index] for index in indices}
+        own = start + ordered_sum(_sums_of(part, pool, known or {}))
         for group in _groups(sharding, sharded=True).values():
             own = ordered_sum(_gather(own, group))
         total += own

@@ -43,7 +43,7 @@ def check_group(
     rule.check(group, number)
     other = rule.of(group)
     for record in records:
-        if record.rule != other:
+        if record.rule is not other and record.rule != other:
             asked = ", ".join(f"{key} = {group.get(key)!r}" for key in rule.shaping)
             raise ValueError(
                 f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "

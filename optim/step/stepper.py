@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload.devices.device import is_host, refuse_capture
+from nvme_offload.offload.devices.device import refuse_capture
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.flat import flat_grad
@@ -225,13 +225,13 @@ class Stepper:
     def _collect_grads(self, members: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:
         """Return flat gradients by parameter index, for parameters that have one; empty where the shard is."""
         self._store.table.check_layouts()
-        grads = {record.index: flat_grad(record.leaf, record.name) for record in members}
+        grads = {record.index: flat_grad(record.leaf, record.layout, record.name) for record in members}
         return {index: grad for index, grad in grads.items() if grad is not None}
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float | None:
         store = self._store
         known = dict(self.final.sums)
-        there = next((grad.device for grad in grads.values() if not is_host(grad.device)), None)
+        there = next((grad.device for grad in grads.values() if not grad.is_cpu), None)
         if there is not None:  # backward is still under way: this waits for it
             refuse_capture(there)
             with self._meter.waiting("device"):

@@ -54,8 +54,7 @@ def read_update_write(
 
 
 def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamTable) -> SubgroupStep:
-    found = ((run.param, inputs.grads.get(run.param)) for run in slot.subgroup.runs)
-    grads = {index: _flat(grad) for index, grad in found if grad is not None}
+    grads = {run.param: _flat(inputs.grads[run.param]) for run in slot.subgroup.runs if run.param in inputs.grads}
     places = PlacesInTable(table, on_device=slot.home.on_device)
     return SubgroupStep(slot.subgroup, memory, grads, inputs.scalars, inputs.whole, places)
 

@@ -85,7 +85,7 @@ def let_wait(records: Iterable[ParamRecord]) -> None:
 def let_read(records: Iterable[ParamRecord]) -> None:
     """Make nobody wait for these parameters any more. Call it in a shift of the worker, or with that kept away."""
     for record in records:
-        if isinstance(record.leaf, WaitingParameter):
+        if type(record.leaf) is WaitingParameter:  # isinstance would ask the class of all parameters
             record.leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
 

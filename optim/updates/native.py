@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.optim.kernels import GradDtype, Segment, make_segment
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
+from nvme_offload.optim.kernels import GradDtype, Segment, make_segment, renew
+from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.updater import Means, Updater
 from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
@@ -28,28 +28,18 @@ class NativeKernel(Updater):
         if len(self._segments) > _MOST_MEMORIES:
             self._segments = {}
         made = self._segments.setdefault(work.memory.view(torch.uint8, 0, 1).data_ptr(), {})
-        segments = [self._segment(run, work, made) for run in self.subgroup.runs if run.param in work.grads]
+        grads, scalars = work.grads, work.scalars
+        runs = [run for run in self.subgroup.runs if run.param in grads]
+        for run in runs:
+            if run.param not in made:
+                made[run.param] = self._made(work.runs[run.param])
+        segments = [made[run.param] for run in runs]
+        dtypes = [GradDtype.of(grads[run.param]) for run in runs]
+        renew(segments, *work.addresses(runs), dtypes, [scalars[run.param] for run in runs])
         kernels = self.means.kernels
         return lambda: sum(kernels.update(segments))
 
-    def _segment(self, run: Run, work: SubgroupStep, made: dict[int, Segment]) -> Segment:
-        segment, scalars = made.get(run.param), work.scalars[run.param]
-        if segment is None:
-            segment = made[run.param] = self._made(work.runs[run.param])
-        param, grad = work.addresses(run)
-        segment.renew(param, grad, GradDtype.of(work.grads[run.param]), scalars.grad_scale, scalars.of_kernel)
-        return segment
-
     def _made(self, run: RunTensors) -> Segment:
-        return make_segment(
-            param=run.param,
-            grad=run.grad,
-            master=run.master,
-            states=run.states,
-            checksums=run.checksums,
-            rule=self.subgroup.rule,
-            scalars=run.scalars.of_kernel,
-            grad_scale=run.scalars.grad_scale,
-            origin=run.origin,
-            start=run.start,
-        )
+        scalars, its = run.scalars, run._asdict()
+        its |= {"scalars": scalars.of_kernel, "grad_scale": scalars.grad_scale}
+        return make_segment(rule=self.subgroup.rule, **its)

@@ -67,8 +67,8 @@ class Places(Protocol):
     def view(self, run: Run) -> torch.Tensor:
         """Return a run of its parameter, 1D [run.numel]."""
 
-    def address(self, run: Run) -> int:
-        """Return the address of that, without a tensor."""
+    def addresses(self, runs: Sequence[Run]) -> list[int]:
+        """Return the addresses of these, without tensors."""
 
     def checksums(self, run: Run) -> torch.Tensor | None:
         """Return the checksums that belong to a run; None in fp32."""
@@ -114,9 +114,10 @@ class SubgroupStep:
             run.start,
         )
 
-    def addresses(self, run: Run) -> tuple[int, int]:
-        """Return the addresses of parameter and gradient of a run that has one."""
-        if (copy := self.copies.get(run.param)) is not None:
-            return copy[0].data_ptr(), copy[1].data_ptr()
-        grad = self.grads[run.param]
-        return self.places.address(run), grad.data_ptr() + run.start * grad.element_size()
+    def addresses(self, runs: Sequence[Run]) -> tuple[list[int], list[int]]:
+        """Return the addresses of parameters and gradients of runs that have one."""
+        if self.copies:
+            pairs = [self.copies[run.param] for run in runs]
+            return [param.data_ptr() for param, _ in pairs], [grad.data_ptr() for _, grad in pairs]
+        found = [self.grads[run.param].data_ptr() + run.start * self.grads[run.param].itemsize for run in runs]
+        return self.places.addresses(runs), found
