@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ from nvme_offload.perf.measure.sections import MODES, section
 from nvme_offload.perf.measure.training import bf16_params, layered_model
 
 CLIPPING = 1.0
-SMALL = 5000, 3
 LARGE = 8
 TOKENS = 128
 
 Work = Callable[[], object]
+Part = Literal["steps", "tensors", "drive", "engines"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +76,25 @@ class Cost:
 def costs(
     path: Folder,
     millions: Annotated[int, typer.Option(min=1, help="Parameters of few large tensors, in millions.")] = 16,
+    small: Annotated[int, typer.Option(min=1, help="Small tensors.")] = 5000,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of a small tensor.")] = 3,
+    part: Annotated[Part | None, typer.Option(help="Measure this alone.")] = None,
     quads: Quads = 5,
     save_to: SaveTo = None,
 ) -> None:
     """Measure the processor time of each operation beside torch's, for each parameter, tensor, subgroup and GB."""
+    of_small = partial(tensors, count=small, size=elements)
+    known: dict[str, Any] = {"steps": steps, "tensors": of_small, "drive": drive, "engines": engines}
 
     def outcomes() -> Iterator[Row]:
-        for family in (steps, tensors, drive, engines):
+        for family in known.values() if part is None else (known[part],):
             with ExitStack() as stack, TemporaryDirectory(prefix="nvme-offload-costs-", dir=path) as folder:
                 yield from (cost.measured(quads) for cost in family(stack, Path(folder), millions * 10**6))
 
     torch.set_num_threads(1)  # its threads spin while they wait, which would count
     notes = [
         "processor time of all threads of the process, of which torch has one; every step clips by the norm",
-        f"steps of {LARGE} tensors with {millions} million parameters, or of {SMALL[0]:,} tensors of {SMALL[1]}",
+        f"steps of {LARGE} tensors with {millions} million parameters, or of {small:,} tensors of {elements}",
         "ours in bf16 with fp32 masters, torch's in fp32",
     ]
     with runs_removed(path):
@@ -107,16 +112,16 @@ def steps(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     yield Cost(name="state_dict, large tensors", beside="a copy of torch's", ours=ours.state_dict, other=copied, **each)
 
 
-def tensors(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
+def tensors(stack: ExitStack, folder: Path, numel: int, *, count: int, size: int) -> Iterator[Cost]:
     """Operations on many small tensors, in memory."""
-    each: dict[str, Any] = {"unit": "tensor", "count": SMALL[0]}
+    each: dict[str, Any] = {"unit": "tensor", "count": count}
     memory = section(None, gradient_clipping=CLIPPING)
-    ours = stack.enter_context(_ours(*SMALL, memory))
-    spare = [Parameter(torch.zeros(SMALL[1], dtype=torch.bfloat16)) for _ in range(SMALL[0])]
+    ours = stack.enter_context(_ours(count, size, memory))
+    spare = [Parameter(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(count)]
     for kind in ("fused", "foreach"):
-        other = _clipped(_torchs(*SMALL, kind))
+        other = _clipped(_torchs(count, size, kind))
         yield Cost(name="step, small tensors", beside=f"torch {kind}", ours=ours.step, other=other, **each)
-    theirs = _torchs(*SMALL, "fused")
+    theirs = _torchs(count, size, "fused")
     saved = ours.state_dict(), theirs.state_dict()
 
     def made() -> None:
@@ -147,8 +152,8 @@ def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     moved = sum(getattr(few.stats(), name) - getattr(before, name) for name in ("bytes_read", "bytes_written")) / GB
     pair: dict[str, Any] = {"ours": partial(_settle, few), "other": partial(_settle, memory), "beside": "one in memory"}
     yield Cost(name="step on NVMe", unit="GB", count=moved, further=True, **pair)
-    more = len(many.store.slots) - len(few.store.slots)
     pair = {"ours": partial(_settle, many), "other": partial(_settle, few), "beside": "one of fewer subgroups"}
+    more = len(many.store.slots) - len(few.store.slots)
     yield Cost(name="step on NVMe", unit="subgroup", count=more, further=True, **pair)
     each: dict[str, Any] = {"unit": "parameter", "count": numel}
     for period in (1, 3):
@@ -177,15 +182,9 @@ def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     for unit in [*model.children(), model]:
         fully_shard(unit, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)), mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    held = sum(param.numel() for param in model.parameters())
-
-    def ours() -> None:
-        engine.backward(engine(batch).float().square().mean())
-
-    def theirs() -> None:
-        model(batch).float().square().mean().backward()
-
-    each: dict[str, Any] = {"unit": "parameter", "count": held}
+    each: dict[str, Any] = {"unit": "parameter", "count": sum(param.numel() for param in model.parameters())}
+    ours: Work = lambda: engine.backward(engine(batch).float().square().mean())  # noqa: E731
+    theirs: Work = lambda: model(batch).float().square().mean().backward()  # noqa: E731
     for _ in range(2):
         for work in (ours, theirs, engine.step, optimizer.step):
             work()
