@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import Store, _get_default_store
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,13 +80,26 @@ def store_of_all_ranks() -> Store:
     return _get_default_store()
 
 
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    """Whether a value is a DTensor. Nothing is imported for it: to load that class takes a third as long as torch.
+
+    ``sys.modules``: whoever made one has loaded its class.
+    """
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_fsdp(module: object) -> TypeGuard[Any]:
+    """Whether FSDP2 shards a module. Nothing is imported for it: see `is_dtensor`."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or the tensor itself.
 
     ``DTensor._local_tensor``: ``to_local()`` goes through autograd and returns a view; the optimizer needs the object
     that FSDP2 keeps.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,13 +128,17 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torc
     return tensor
 
 
-def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
+def sharded_like(local: torch.Tensor, like: R) -> R:
     """Make a DTensor with the layout of `like` around another local tensor.
 
     ``DTensor._spec``: ``DTensor.from_local`` cannot express a shard that is empty or uneven without communication.
     """
-    spec = replace(like._spec, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    laid_out: Any = like
+    spec = replace(laid_out._spec, tensor_meta=TensorMeta(laid_out.shape, laid_out.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call, return-value]
 
 
 def has_context(device: torch.device) -> bool:
@@ -143,9 +157,9 @@ def fsdp_groups(module: torch.nn.Module) -> list[list[Any]]:
     return [list(group.fsdp_params) for group in fsdp_param_groups(module)]
 
 
-def fsdp_param_groups(module: torch.nn.Module | FSDPModule) -> list[Any]:
+def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
     """Return what FSDP2 gathers together for `module` (not its children); see `fsdp_groups`."""
-    if not isinstance(module, FSDPModule):
+    if not is_fsdp(module):
         return []
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -171,7 +185,7 @@ def gathered_params(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor
                 yield from (local_tensor(record._unsharded_param) for record in group.fsdp_params)
 
 
-def num_backwards_left(module: FSDPModule) -> int:
+def num_backwards_left(module: torch.nn.Module) -> int:
     """Return how often backward still comes through the parameters that `module` gathers (not those of its children).
 
     ``FSDPParamGroup._post_forward_indices``: FSDP2's record of forwards whose backward has not come yet. A parameter
@@ -200,6 +214,8 @@ def give_shard(fsdp_param: Any, local: torch.Tensor, padded: torch.Tensor | None
     ``Module.to_empty`` would allocate all shards of a module at once. `padded` is the memory around `local`, in the
     shape that FSDP2 gathers (``_sharded_param_data``); None for a tensor with an all-gather extension.
     """
+    from torch.distributed.tensor import DTensor
+
     old = fsdp_param.sharded_param
     sharded = DTensor(local, old._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     fsdp_param.sharded_param = torch.nn.Parameter(sharded, requires_grad=old.requires_grad)
@@ -288,14 +304,14 @@ class watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N80
         return result
 
 
-def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
+def shard_offsets(tensor: Any) -> tuple[int, ...]:
     """Return where this rank's part of a DTensor begins in the whole, in every dimension.
 
     ``DTensor.__create_chunk_list__``: what distributed checkpoints ask for it; the functions behind it are private.
     They compute with tensors, on the default device, whatever that is.
     """
     with torch.device("cpu"):
-        [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        [chunk] = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
 
@@ -463,6 +479,8 @@ def running_last_before_load(optimizer: Optimizer, hook: Callable[..., Any]) -> 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
     """Make what readers of distributed checkpoints look for: where a tensor is, as ``filesystem._StorageInfo``."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     return _StorageInfo(relative_path, offset, length)
 
 

@@ -58,6 +58,8 @@ def main() -> int:
         found["plan --model"] = processor_seconds(*offload, "plan", *of_model, *RATES) - builds
         own = "--path", model, "--output", str(written)
         found["init --model"] = processor_seconds(*offload, "init", *of_model, *own, output=written) - builds
+    torch = processor_seconds("-c", "import gc; gc.disable(); import torch")
+    sys.stdout.write(f"import torch, which a plan from numbers includes: {torch:.2f} s of processor time\n")
     for name, seconds in found.items():
         sys.stdout.write(f"offload {name}: {seconds:.2f} s of processor time, at most {MOST_SECONDS:g}\n")
     return int(max(found.values()) > MOST_SECONDS)

@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload._torch_private import local_tensor, without_torch_function
+from nvme_offload.offload._torch_private import is_dtensor, local_tensor, without_torch_function
 from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
@@ -140,7 +139,7 @@ def flat_grad(leaf: torch.Tensor, layout: Layout, name: str) -> torch.Tensor | N
     sharded = leaf.grad
     if sharded is None:
         return None
-    if isinstance(leaf, DTensor) and isinstance(sharded, DTensor) and sharded.placements != leaf.placements:
+    if is_dtensor(leaf) and is_dtensor(sharded) and sharded.placements != leaf.placements:
         sharded = sharded.redistribute(placements=leaf.placements)
     grad = local_tensor(sharded)
     if grad.layout is not torch.strided:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
@@ -110,12 +109,14 @@ class PrecisionPlan:
     def __getitem__(self, name: str) -> ParameterPrecision:
         return self.parameters[name]
 
-    def policy_of(self, name: str) -> MixedPrecisionPolicy:
+    def policy_of(self, name: str) -> Any:
         """Return a parameter's policy for ``fully_shard``. It has a reduce dtype: torch's default differs by version.
 
         Modules cast their inputs to the dtype they compute in, but in a model that arrived in mixed dtypes and for fp32
         modules of a 16-bit model (`optim.precision.casts`), and under autocast, where every operator does.
         """
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # here, because a plan alone needs none
+
         precision = self[name]
         casts = (precision.compute in SIXTEEN_BITS and not self.arrived_mixed) or self.mode == "none"
         return MixedPrecisionPolicy(precision.gather, precision.reduce, cast_forward_inputs=casts)

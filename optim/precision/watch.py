@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload._torch_private import fake_tensors, is_cast, is_view, watching
+from nvme_offload.offload._torch_private import fake_tensors, is_cast, is_dtensor, is_view, watching
 from nvme_offload.offload.devices.device import default_device_type
 from nvme_offload.offload.warn import warn_user
 
@@ -34,7 +33,7 @@ class Watch:
         shapes = [(name, param.shape, param.requires_grad) for name, param in own.items()]
         key = (type(module), repr(module), module.training, *shapes)
         if key not in self._known:
-            is_sharded = any(isinstance(param, DTensor) for param in module.parameters())
+            is_sharded = any(is_dtensor(param) for param in module.parameters())
             has_matrix = any(param.ndim > 1 for param in own.values())
             self._known[key] = self._watched(module, own) if has_matrix and not is_sharded else Lowered()
         return self._known[key]

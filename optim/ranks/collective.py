@@ -5,11 +5,10 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.devices.device import HOST, current_of
@@ -98,7 +97,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return HOST if HOST.type in kinds else current_of(kinds[0])
 
 
-def reachable(tensor: DTensor) -> DTensor:
+def reachable(tensor: Any) -> Any:
     """Return a sharded tensor whose shards are where the groups of its mesh can gather them; itself if they are there.
 
     State of parameters on a device is in host memory, for which groups of NCCL alone have no backend.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload._torch_private import is_dtensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
@@ -169,7 +169,7 @@ def account_of(config: OffloadConfig, table: ParamTable) -> Account:
         shard = ShardSize(form, leaf.numel(), precision, record.rule, awaits_grad)
         groups.setdefault(parts.group if parts is not None else record.index, []).append(shard)
     sizes = [GroupSize("", shards, owner) for owner, shards in groups.items()]
-    is_sharded = any(isinstance(leaf, DTensor) for leaf in table.leaves)
+    is_sharded = any(is_dtensor(leaf) for leaf in table.leaves)
     return Account(config, sizes, dist.get_world_size() if is_sharded else 1, is_device(table.device))
 
 

@@ -1,7 +1,8 @@
 """Choose what leaves memory where a section leaves that open: ``"offload": "auto"``, `offload init`, `offload plan`.
 
-Nothing is measured for it. Each candidate moves what the one before it moves, and more: on no drive is a later one
-faster than an earlier one that fits.
+Nothing is measured for it. Each candidate moves what the one before it moves, and more. A later one can be faster than
+an earlier one that fits where the drive limits and stands still in backward, by what it writes of gradients there: the
+plan compares them where rates are known.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class Candidate(NamedTuple):
     """A way to divide training state between memory and NVMe."""
 
     why: str
-    blocks: bool = False
-    """Whether parameters and gradients may leave memory, too."""
+    gradients: bool = False
+    """Whether gradients may leave memory, too."""
+    params: bool = False
+    """Whether parameters may."""
     within_budget: bool = True
     """Whether what memory has left becomes the `host_budget`."""
 
@@ -34,9 +37,11 @@ class Candidate(NamedTuple):
         state, param = zero.offload_optimizer, zero.offload_param
         if state.durable and "rewrite_every" not in state.model_fields_set:
             state = state.model_copy(update={"rewrite_every": "auto"})
-        if self.blocks:
-            drive = {"device": "nvme", "nvme_path": state.nvme_path}
-            param, gradients = param.model_copy(update=drive), gradients.model_copy(update=drive)
+        drive = {"device": "nvme", "nvme_path": state.nvme_path}
+        if self.params:
+            param = param.model_copy(update=drive)
+        if self.gradients:
+            gradients = gradients.model_copy(update=drive)
         keys: dict[str, Any] = {
             "offload": None,
             "zero_optimization": zero.model_copy(update={"offload_optimizer": state, "offload_param": param}),
@@ -60,8 +65,9 @@ class Candidate(NamedTuple):
 
 CANDIDATES = (
     Candidate("the optimizer state does not fit into memory beside parameters and gradients"),
-    Candidate("parameters and gradients do not fit into memory beside what a step needs", blocks=True),
-    Candidate("memory is scarce: everything is on NVMe that can go there", blocks=True, within_budget=False),
+    Candidate("gradients do not fit into memory beside parameters and what a step needs", gradients=True),
+    Candidate("parameters and gradients do not fit into memory beside what a step needs", gradients=True, params=True),
+    Candidate("memory is scarce: everything is on NVMe that can go there", True, True, within_budget=False),
 )
 """They come in the order of what they move; the last one needs least memory."""
 

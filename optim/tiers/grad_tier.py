@@ -122,7 +122,7 @@ class Partition:
         assert self.leaf.grad is not None
         self.stand_in = self._make_stand_in()
         self.stand_in.partition = self
-        self.leaf.grad = sharded_like(self.stand_in, self.leaf.grad)  # type: ignore[arg-type]
+        self.leaf.grad = sharded_like(self.stand_in, self.leaf.grad)
 
 
 class GradTier:

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import (
     fsdp_groups,
     fsdp_params,
     install_extension,
+    is_dtensor,
+    is_fsdp,
     local_tensor,
     refuse_conversion,
     sharded_like,
@@ -105,7 +105,7 @@ class ShardParts(ABC):
         accumulate: dtype of the gradient partition.
     """
 
-    def __init__(self, owner: FSDPModule, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
+    def __init__(self, owner: Any, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
         self.owner = owner
         self.group = group
         self.stored = stored
@@ -165,7 +165,7 @@ class OwnParts(ShardParts):
         self,
         values: torch.Tensor,
         stored: StoredShard,
-        owner: FSDPModule,
+        owner: Any,
         group: GatherGroup,
         accumulate: torch.dtype,
         kernels: KernelPool,
@@ -209,7 +209,7 @@ def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
 class OnePart(ShardParts):
     """A frozen parameter, all stored as it came, in a dtype that is never cast: a quantized base has such."""
 
-    def __init__(self, values: torch.Tensor, stored: StoredShard, owner: FSDPModule, group: GatherGroup) -> None:
+    def __init__(self, values: torch.Tensor, stored: StoredShard, owner: Any, group: GatherGroup) -> None:
         super().__init__(owner, group, stored, values.dtype)
         self._shape = values.shape
         self.write(values)
@@ -309,12 +309,12 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
     if not found:
         raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             refuse_conversion(module, CONVERTED)
     remember_gatherers(model)
 
 
-def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, list[Any]]]:
+def gather_groups(model: nn.Module) -> Iterator[tuple[Any, GatherGroup, list[Any]]]:
     """Yield what FSDP2 gathers together: the module that does it, a new group without members, and FSDP2's records.
 
     Trainable parameters come first, then frozen ones. What several modules gather together comes once.
@@ -322,7 +322,6 @@ def gather_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, GatherGroup, l
     seen: set[int] = set()
     for name, module in model.named_modules():
         for records in fsdp_groups(module):
-            assert isinstance(module, FSDPModule)
             if id(records[0]) in seen:
                 continue
             seen.update(map(id, records))
@@ -359,7 +358,7 @@ def keep_grad_in(param: torch.Tensor, dtype: torch.dtype) -> None:
 
     def to_partition(arrived: torch.Tensor) -> None:
         grad = arrived.grad
-        if isinstance(grad, DTensor) and grad.dtype != dtype:
+        if is_dtensor(grad) and grad.dtype != dtype:
             arrived.grad = sharded_like(local_tensor(grad).to(dtype), grad)
 
     # torch refuses to exchange a parameter to which there is a weak reference: the hook would be lost.
@@ -389,5 +388,5 @@ def drop_gathered(param: torch.Tensor) -> None:
     known = _gatherers.get(id(param))
     module = known() if known else None
     gathers = module is not None and any(record.sharded_param is param for record in fsdp_params(module))
-    if gathers and isinstance(module, FSDPModule):
+    if gathers and is_fsdp(module):
         module.reshard()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
+from nvme_offload.offload._torch_private import is_dtensor, local_tensor, shard_offsets, sharded_like
 
 
 class WholeParams:
@@ -32,7 +32,7 @@ class WholeParams:
         if index in self._pending:
             self._join_until(index)
         leaf = self._leaves[index]
-        if isinstance(leaf, DTensor):
+        if is_dtensor(leaf):
             result = function(self._gathered(leaf, part))
             for dim, (start, length) in enumerate(zip(shard_offsets(leaf), part.shape, strict=True)):
                 result = result.narrow(dim, start, length)
@@ -50,9 +50,10 @@ class WholeParams:
     def _join_until(self, index: int | None) -> None:
         while self._pending and self._pending[0] != index:
             leaf = self._leaves[self._pending.popleft()]
-            if isinstance(leaf, DTensor):
+            if is_dtensor(leaf):
                 self._gathered(leaf, torch.empty(local_tensor(leaf).shape, device="cpu"))
 
-    def _gathered(self, leaf: DTensor, part: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, leaf: Any, part: torch.Tensor) -> torch.Tensor:
         on_mesh = part.to(leaf.device_mesh.device_type, self._dtype, copy=True).contiguous()
-        return sharded_like(on_mesh, leaf).full_tensor()
+        whole: torch.Tensor = sharded_like(on_mesh, leaf).full_tensor()
+        return whole

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,7 @@ import typer
 
 from nvme_offload import OffloadAdamW, OffloadOptimizer
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
-from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.command_line import Folder, SaveTo
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import moved_since, storage_bytes
 from nvme_offload.perf.measure.sections import section
@@ -20,19 +18,13 @@ from nvme_offload.perf.measure.training import bf16_params
 
 NAME = "benchmark-"  # the names of the measured runs begin with it
 _WARM_STEPS, _TENSORS = 2, 8
-_STEPS = 2  # of one turn
-
-durable = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure what durable steps cost.")
-Millions = Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")]
-Period = Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup's state to the next.")]
 
 
-@durable.command("bytes")
-def moved(
+def durable(
     path: Folder,
-    millions: Millions = 100,
+    millions: Annotated[int, typer.Option(min=1, help="Parameters, in millions, in bf16.")] = 100,
     steps: Annotated[int, typer.Option(min=1, help="Whole periods, or the figures are of a part of one.")] = 6,
-    rewrite_every: Period = 1,
+    rewrite_every: Annotated[int, typer.Option(min=1, help="Steps from one rewriting of a subgroup to the next.")] = 1,
     save_to: SaveTo = None,
 ) -> None:
     """Count the bytes that durable steps and steps in place move."""
@@ -56,40 +48,6 @@ def moved(
     with runs_removed(path):
         title = "Bytes per parameter and step of durable steps"
         run_experiment("durable-bytes", title, both, path=path, save_to=save_to)
-
-
-@durable.command()
-def steps(
-    path: Folder,
-    millions: Millions = 25,
-    quads: Quads = 10,
-    rewrite_every: Period = 1,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure durable steps beside steps in place."""
-    waited: list[float] = []
-
-    def compared() -> Iterator[Comparison]:
-        with ExitStack() as stack:
-            made = [stack.enter_context(optimizer_of(path, millions, period)) for period in (rewrite_every, 0)]
-            for optimizer in made:
-                _seconds(optimizer, _STEPS)
-            before, total = made[0].stats().commit_wait_seconds, 0.0
-            ours, reference = (partial(_seconds, optimizer, _STEPS) for optimizer in made)
-            for found in Case(name="durable", ours=ours, reference=reference).measure(quads):
-                total += _STEPS * (found.quads[-1].rates[0] + found.quads[-1].rates[3])
-                waited[:] = [(made[0].stats().commit_wait_seconds - before) / total]
-                yield found
-
-    with runs_removed(path):
-        run_experiment(
-            "durable-steps",
-            "Durable steps beside steps in place",
-            compared(),
-            lambda found: [f"commits were waited for in {waited[0]:.1%} of the time"],
-            path=path,
-            save_to=save_to,
-        )
 
 
 def optimizer_of(path: Path, millions: int, period: int) -> OffloadAdamW:

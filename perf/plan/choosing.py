@@ -13,7 +13,7 @@ from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
-from nvme_offload.perf.plan.prediction import faster_order, of_orders, tier_plan
+from nvme_offload.perf.plan.prediction import LEAST_GAIN, faster_order, of_orders, predict, tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
 
 
@@ -31,9 +31,9 @@ class ChosenSection:
 class Chooser:
     """For a machine, it finds the section that is the fastest of those that fit.
 
-    What moves least comes first: everything in memory, the state on NVMe, then parameters and gradients too. Of what is
-    on NVMe as much stays in memory as there is room for: `host_budget` is what is left beside all that it does not
-    cover. More of it is never slower, and less than all of it never faster.
+    What moves least comes first: everything in memory, the state on NVMe, gradients too, then parameters too. Where
+    rates are known, the first two that fit are compared. Of what is on NVMe as much stays in memory as there is room
+    for: `host_budget` is what is left beside all that it does not cover. More of it is never slower.
     """
 
     machine: Machine
@@ -44,14 +44,15 @@ class Chooser:
     micro_batches: int = 1  # of a step on one rank
 
     def choose(self, shape: ModelShape) -> ChosenSection:
-        """Return the first section that fits; where none does, the one that lacks least."""
-        choices = []
-        for candidate in self._candidates():
-            if (choice := candidate.tried(self, shape)) is not None:
-                choices.append(choice)
-                if not choice.tiers.missing:
-                    return self._ordered(choice)
-        return self._ordered(min(choices, key=lambda choice: sum(choice.tiers.missing.values())))
+        """Return the first section that fits, or the next one where it is faster; where none fits, what lacks least."""
+        choices = [choice for each in self._candidates() if (choice := each.tried(self, shape)) is not None]
+        fitting = [choice for choice in choices if not choice.tiers.missing][:2]
+        if not fitting:
+            return self._ordered(min(choices, key=lambda choice: sum(choice.tiers.missing.values())))
+        times = [predict(choice.job, self.machine, alone=True).time for choice in fitting]
+        first, last = times[0], times[-1]
+        is_faster = first is not None and last is not None and last.seconds < LEAST_GAIN * first.seconds
+        return self._ordered(fitting[-1] if is_faster else fitting[0])
 
     def _ordered(self, choice: ChosenSection) -> ChosenSection:
         """Write the faster order of micro-batches into a section, where rates are known; else "auto" decides."""

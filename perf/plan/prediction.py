@@ -28,7 +28,7 @@ from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
 ACTIVATIONS = "kept activations"
-LEAST_GAIN = 0.97  # share of the other order's time from which on one is taken for faster
+LEAST_GAIN = 0.97  # share of another section's time from which on one is taken for faster
 MAX_LAYERS = 2048  # no deeper model is looked for: of small layers, terabytes hold millions
 
 
@@ -127,8 +127,8 @@ class Prediction:
         }
 
 
-def predict(job: Job, machine: Machine) -> Prediction:
-    """Plan a job on a machine."""
+def predict(job: Job, machine: Machine, *, alone: bool = False) -> Prediction:
+    """Plan a job on a machine. `alone`: of all schedules, only that which will run."""
     placed = PlacedJob(job, machine)
     traffic = _traffic(placed)
     kept_activations = KeptActivations.of(job, machine, _units(placed))
@@ -139,7 +139,8 @@ def predict(job: Job, machine: Machine) -> Prediction:
         leaving = kept_activations.nvme + (kept_activations.host if placed.on_device else 0)
     work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE], leaving), {}
     if work is not None:
-        possible = [name for name in OVERLAPS if name != "speculate" or placed.kept is not None]
+        named = (placed.overlap_step,) if alone else OVERLAPS
+        possible = [name for name in named if name != "speculate" or placed.kept is not None]
         its_work = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}
         times = {name: iteration_time(its_work[name], placed.runs_as(name)) for name in possible}
     return Prediction(

@@ -31,6 +31,8 @@ from nvme_offload.offload._torch_private import (
     has_context,
     install_extension,
     is_cast,
+    is_dtensor,
+    is_fsdp,
     is_view,
     local_tensor,
     make_wrapper,
@@ -314,6 +316,8 @@ def test_fsdp2_gathers_what_was_installed():
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert local_tensor(tensor) is tensor
+    assert not is_dtensor(tensor)
+    assert not is_fsdp(torch.nn.Linear(1, 1))
 
 
 def leave_a_word(rank, world_size):

@@ -46,12 +46,12 @@ def places(config):
     return *found, config.host_budget is not None
 
 
-STATE, BLOCKS, ALL = ("none", "none", True), ("nvme", "nvme", True), ("nvme", "nvme", False)
+STATE, GRADS, ALL = ("none", "none", True), ("none", "nvme", True), ("nvme", "nvme", False)
 FITS = "everything fits into memory"
 SIZES = {
     "all in memory": (512 * MiB, STATE, {"host"}, FITS),
     "part of the state": (120 * MiB, STATE, {"host", "nvme"}, "the optimizer state does not fit"),
-    "parameters, too": (72 * MiB, BLOCKS, {"nvme"}, "parameters and gradients do not fit"),
+    "gradients, too": (72 * MiB, GRADS, {"host", "nvme"}, "gradients do not fit into memory beside parameters"),
     "nothing is left": (MiB, ALL, {"nvme"}, "memory is scarce"),
 }
 
@@ -93,7 +93,7 @@ def test_ranks_with_different_memory_choose_alike_and_one_tells(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("first", "chosen"), [(GiB, STATE), pytest.param(72 * MiB, BLOCKS, marks=pytest.mark.slow), (MiB, ALL)]
+    ("first", "chosen"), [(GiB, STATE), pytest.param(72 * MiB, GRADS, marks=pytest.mark.slow), (MiB, ALL)]
 )
 def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, monkeypatch):
     leave(monkeypatch, first)

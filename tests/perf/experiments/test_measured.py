@@ -41,7 +41,7 @@ def test_iterations_by_turns(tmp_path):
     ("millions", "period"), [(2, 1), (2, 3), *(pytest.param(100, period, marks=pytest.mark.slow) for period in MOST)]
 )
 def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_path, millions, period):
-    found = results("durable", "bytes", "--path", tmp_path, "--millions", millions, "--rewrite-every", period)
+    found = results("durable", "--path", tmp_path, "--millions", millions, "--rewrite-every", period)
     slack = 0.05 + 0.15 / millions
     written, most_read = MOST[period]
     assert written <= found["durable"]["written"] <= written + slack
@@ -50,17 +50,10 @@ def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        ("durable", "steps", "--millions", 1),
-        ("micro-batches", "turns", "--layers", 4, "--width", 64, "--tokens", 4, "--count", 2),
-    ],
-    ids=lambda experiment: experiment[1],
-)
 @pytest.mark.usefixtures("alone")
-def test_seconds_by_turns(tmp_path, experiment):
-    [found] = results(*experiment, "--path", tmp_path, "--quads", 1).values()
+def test_seconds_by_turns(tmp_path):
+    sizes = "--layers", 4, "--width", 64, "--tokens", 4, "--count", 2
+    [found] = results("micro-batches", "turns", *sizes, "--path", tmp_path, "--quads", 1).values()
     assert found["quotient"] > 0
     assert len(found["quads"]) == len(found["controls"]) == 1
     assert list(tmp_path.iterdir()) == []
