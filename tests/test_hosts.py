@@ -1,7 +1,9 @@
 """Several hosts: drives stay where they are, ranks move. More of these tests: `make hosts`."""
 
+import errno
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload import CheckpointError, PeerError, ResumeError, SwapIOError
-from tests.support.durable_engine import durable, whole
+from tests.support.durable_engine import durable, settle, whole
+from tests.support.failing_drive import Failing, Op
 from tests.support.forked import ROOT
 from tests.support.hosts import Place, run_on_hosts, why_not
 from tests.support.ranks import run_ranks
@@ -55,9 +58,12 @@ def digest_of(engine):
     return digest.hexdigest()
 
 
-def life(rank, world_size, paths, tiers, upto):
+def life(rank, world_size, paths, tiers, upto, num_paths=1):
     """Each rank has data and random numbers of its own."""
-    with durable("bf16", paths[rank], "run", tiers) as engine:
+    second = paths[rank] / "second" if num_paths > 1 else None
+    if second is not None:
+        second.mkdir(exist_ok=True)
+    with durable("bf16", paths[rank], "run", tiers, other=second, copies=1) as engine:
         found = engine.resume()
         assert found is not None or upto == STOPPED
         steps_of(engine, dist.get_rank(), range(found[0] if found else 0, upto))
@@ -76,23 +82,25 @@ def expected(num_ranks, tiers):
         return run_ranks(not_stopped, num_ranks, Path(path), tiers)[0]
 
 
-ORDINARY = ("the other way round", "parameters, logged")
+ORDINARY = ("the other way round", "parameters, logged", 2)
 
 
 @on_hosts
 @pytest.mark.parametrize(
-    ("restart", "tiers"),
+    ("restart", "tiers", "num_paths"),
     [
-        pytest.param(restart, tiers, marks=[] if (restart, tiers) == ORDINARY else pytest.mark.slow)
-        for restart in RESTARTS
-        for tiers in ("state", "state, logged", "parameters", "parameters, logged")
+        pytest.param(*case, marks=[] if case == ORDINARY else pytest.mark.slow)
+        for case in itertools.product(RESTARTS, ("state", "state, logged", "parameters", "parameters, logged"), (1, 2))
     ],
 )
-def test_ranks_follow_their_drives_with_the_bits_of_the_run_that_was_not_stopped(tmp_path, places, restart, tiers):
+def test_ranks_follow_their_drives_with_the_bits_of_the_run_that_was_not_stopped(
+    tmp_path, places, restart, tiers, num_paths
+):
     before, after = RESTARTS[restart]
 
     def live(processes, upto):
-        return run_on_hosts(life, places(processes), [tmp_path / point for *_, point in processes], tiers, upto)
+        paths = [tmp_path / point for *_, point in processes]
+        return run_on_hosts(life, places(processes), paths, tiers, upto, num_paths)
 
     live(before, STOPPED)
     ranks, found, digests = zip(*live(after, ALL), strict=True)
@@ -140,6 +148,51 @@ def test_of_three_hosts_one_has_lost_its_drive_and_all_say_the_same(tmp_path, pl
     assert len({words.partition(": ")[2] for words in said}) == 1, said
     parts = ["rank 2 has nothing", "host c"] if folder == "empty" else [str(paths[2]), "on rank 2, host c"]
     assert all(words in said[0] for words in parts), said
+
+
+def with_an_error(rank, world_size, path, call, failing):
+    """On the failing rank reads fail, or no snapshot can be written."""
+    with durable("bf16", path, "run", "state" if call == "snapshot behind a step" else "off") as engine:
+        steps_of(engine, rank, range(2))
+        settle(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing and call == "snapshot":
+                (path / f"nvme-durable-run-rank{rank}" / "prepared.kept.new").mkdir()
+            elif rank == failing:
+                Failing(engine.optimizer.store.tier, patch, Op.READ, code=errno.EIO)
+            with pytest.raises((SwapIOError, PeerError)) as caught:
+                go_on(engine, rank, call)
+    dist.destroy_process_group()  # as if this process had ended
+    return "; ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def go_on(engine, rank, call):
+    if call != "snapshot":
+        steps_of(engine, rank, [2])
+    if call != "step":
+        engine.snapshot("kept")
+    steps_of(engine, rank, [3])
+
+
+@on_hosts
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "step",
+        "snapshot behind a step",
+        *(pytest.param(call, marks=pytest.mark.slow) for call in ("snapshot", "snapshot after a step")),
+    ],
+)
+def test_an_error_in_a_step_or_a_snapshot_ends_the_other_host_too_which_says_whose_it_is(
+    tmp_path, places, call, failing
+):
+    """Also where the host keeps the store of the process group, which ends with it."""
+    said = run_on_hosts(with_an_error, places([AX, BY]), tmp_path / "nvme", call, failing)
+    own, other = said[failing], said[1 - failing]
+    what = "prepared.kept.new is no file" if call == "snapshot" else "read of"
+    assert what in own, said
+    assert all(words in other for words in (what, f"rank {failing}, host {'ab'[failing]}", f"{tmp_path}/nvme")), said
 
 
 SCRIPT = """

@@ -203,10 +203,10 @@ class Commits:
         After an I/O error the commit before is whole. StateError: a step stopped halfway, or the commit failed on
         another rank. ValueError names what cannot be committed.
         """
-        store, latest = self.store, self.durable.latest
+        latest = self.durable.latest
         self.step = self.step if step is None else step
-        with store.at_rest(), torch.no_grad():
-            store.check(Need.STATE)
+        self._check_between_steps()
+        with self.store.at_rest(), torch.no_grad():
             self.settle()
             self.tick += 1
             self.ranks().together(partial(self._rewrite_and_take, groups, engine or {}))
@@ -215,10 +215,19 @@ class Commits:
         if not self.settle(quietly=True):
             raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
 
+    def _check_between_steps(self) -> None:
+        """Raise on all ranks what stopped a step on one of them."""
+
+        def check() -> None:
+            with self.store.at_rest():
+                self.store.check(Need.STATE)
+
+        self.ranks().together(check)
+
     def snapshot(self, name: str) -> int:
         """Keep the latest step under a name, on every rank or on none; return the step. No byte of state is moved."""
+        self._check_between_steps()
         with self.store.at_rest():
-            self.store.check(Need.STATE)
             if not self.settle():
                 raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
             self.snapshots().take(name)
@@ -233,8 +242,8 @@ class Commits:
         if there is no room for what later steps write in its place.
         """
         store = self.store
+        self._check_between_steps()
         with store.at_rest():
-            store.check(Need.STATE)
             changed = not self.settle() or not self.run.committed or bool(self.run.extents.uncommitted)
             changed = changed or any(self.durable.seal.is_changed(slot) for slot in store.slots)
             if not self.ranks().all(not changed):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -21,9 +22,11 @@ from nvme_offload.optim.ranks.collective import this_rank
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_BE_READ = 3.0
 
 _COUNT = "nvme_offload/failures"
 _ENTRY = "nvme_offload/failure/{}"
+_READ = "nvme_offload/failure/{}/read"
 
 
 class Peers:
@@ -36,6 +39,7 @@ class Peers:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._board: _Board | None = None
+        self._is_awaited = False
         self._finalizer: weakref.finalize[[Flag, threading.Thread], Peers] | None = None
         if others := set(ranks) - {dist.get_rank()}:
             self._board, ended = _Board(others), Flag()
@@ -48,10 +52,17 @@ class Peers:
     def tell(self, where: str, error: BaseException, *, goes_on: bool) -> None:
         """Let the other ranks know of an error that came out of a call, `where`.
 
-        `goes_on`: calling it again may succeed, so that the others wait for good reason.
+        `goes_on`: calling it again may succeed, so that the others wait for good reason, until `tell_done`.
         """
         if self._board is not None:
             self._board.put(f"{this_rank()}, failed in {where}: {type(error).__name__}: {error}", goes_on)
+            self._is_awaited = goes_on
+
+    def tell_done(self) -> None:
+        """Let the other ranks know that a step has ended which they wait for; nothing where they wait for none."""
+        if self._board is not None and self._is_awaited:
+            self._board.put("", goes_on=True)
+            self._is_awaited = False
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -70,7 +81,7 @@ class Peers:
         is_of_torch = isinstance(error, RuntimeError) and not isinstance(
             error, OffloadError
         )  # gloo has no kind of its own
-        said = self._board.look() if is_of_torch and self._board is not None else ""
+        said = self._board.said() if is_of_torch and self._board is not None else ""
         return PeerError(said) if said else None
 
     def close(self) -> None:
@@ -88,26 +99,46 @@ class _Board:
         self._store = store_of_all_ranks()
         self._seen = self._store.add(_COUNT, 0)
         self._lost = ""
+        self._awaited: dict[int, str] = {}
+        """The words of ranks that have not repeated their call yet."""
         self._lock = threading.Lock()
 
     def put(self, said: str, goes_on: bool) -> None:
         entry = json.dumps({"rank": dist.get_rank(), "said": said, "goes_on": goes_on})
         try:
-            self._store.set(_ENTRY.format(self._store.add(_COUNT, 1)), entry)
+            number = self._store.add(_COUNT, 1)
+            self._store.set(_ENTRY.format(number), entry)
+            self._wait_for_readers(number)
         except RuntimeError:  # whoever keeps the store has ended, and then the collectives of all end, too
             logger.warning("the other ranks cannot be told that %s", said)
 
-    def look(self) -> str:
-        """Log what is new; return what a rank said that cannot go on, or nothing."""
+    def _wait_for_readers(self, number: int) -> None:
+        """Wait until the others have read an entry, or a while: the store may end with this process."""
+        end = time.monotonic() + _SECONDS_TO_BE_READ
+        while self._store.add(_READ.format(number), 0) < len(self._others) and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def look(self) -> None:
+        """Log what is new."""
         with self._lock:
             while self._store.check([_ENTRY.format(self._seen + 1)]):
                 self._seen += 1
                 entry = json.loads(self._store.get(_ENTRY.format(self._seen)))
                 if entry["rank"] in self._others:
-                    self._say(entry["said"], entry["goes_on"])
-            return self._lost
+                    self._say(**entry)
+                    self._store.add(_READ.format(self._seen), 1)
 
-    def _say(self, said: str, goes_on: bool) -> None:
+    def said(self) -> str:
+        """Return what a rank said that cannot go on, or has not gone on so far; or nothing."""
+        with suppress(RuntimeError):  # whoever keeps the store has ended
+            self.look()
+        return self._lost or next(filter(None, self._awaited.values()), "")
+
+    def _say(self, rank: int, said: str, goes_on: bool) -> None:
+        if goes_on:
+            self._awaited[rank] = said
+        if not said:
+            return
         if goes_on:
             logger.warning("%s. This rank waits in its next collective until that rank has repeated the call", said)
             return

@@ -433,6 +433,7 @@ class OffloadEngine:
 
     def _end_step(self, taken: bool) -> None:
         """Do what follows the update. The scheduler, which is the user's and may raise, comes late."""
+        self._peers.tell_done()
         with DeferredInterrupt():
             self._drop_gathered()
             self.optimizer.zero_grad()
@@ -477,7 +478,8 @@ class OffloadEngine:
 
     def commit(self) -> None:
         """See `DurableTraining.commit`."""
-        self.durable.commit()
+        with self._peers.named():
+            self.durable.commit()
 
     def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
         """See `DurableTraining.resume`."""
@@ -485,7 +487,8 @@ class OffloadEngine:
 
     def snapshot(self, name: str) -> int:
         """See `DurableTraining.snapshot`."""
-        return self.durable.snapshot(name)
+        with self._peers.named():
+            return self.durable.snapshot(name)
 
     def remove_snapshot(self, name: str) -> None:
         """See `DurableTraining.remove_snapshot`."""
@@ -550,10 +553,11 @@ class OffloadEngine:
             raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")
         self._between_steps("save_checkpoint")
         self._end_background()
-        if background:
-            self._save_in_background(Path(dir), tag, client_state, share)
-        else:
-            checkpoint.save(self._training, Path(dir), tag, client_state)
+        with self._peers.named():
+            if background:
+                self._save_in_background(Path(dir), tag, client_state, share)
+            else:
+                checkpoint.save(self._training, Path(dir), tag, client_state)
         return True
 
     def wait_for_checkpoint(self) -> None:

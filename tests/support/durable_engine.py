@@ -17,7 +17,7 @@ TIERS = {
 TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
 
 
-def durable(mode, path, name, tiers="state", *, other=None):
+def durable(mode, path, name, tiers="state", *, other=None, copies=2):
     """An engine with this name of its run, and a copy on an `other` drive; no name: one that ends with its process."""
     more = {key: dict(value) if isinstance(value, dict) else value for key, value in TIERS[tiers].items()}
     made = section(mode, path)
@@ -26,7 +26,7 @@ def durable(mode, path, name, tiers="state", *, other=None):
     if name:
         zero["offload_optimizer"] |= {"durable": name, "rewrite_every": period}
         if other:
-            zero["offload_optimizer"] |= {"nvme_path": [str(path), str(other)], "copies": 2}
+            zero["offload_optimizer"] |= {"nvme_path": [str(path), str(other)], "copies": copies}
     elif more.get("overlap_step") == "speculate":  # which has nothing to go back to
         more["overlap_step"] = "off"
     if period > 1:

@@ -4,94 +4,19 @@ import itertools
 import logging
 import random
 import socket
+import threading
+from contextlib import nullcontext
 
 import pytest
+import torch.distributed as dist
 
-from nvme_offload import SwapIOError
+from nvme_offload import PeerError, StateError, SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.optim.ranks.drives import ranks_of
 from tests.optim.tiers.test_block_tiers_faults import unreadable
 from tests.optim.zero.test_sharded import assert_same, full_state
-from tests.support.forked import run_launched
 from tests.support.ranks import run_ranks
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
-
-RANK = """
-import logging, os, sys, threading
-import torch
-import torch.distributed as dist
-from nvme_offload import PeerError, StateError, SwapIOError
-from nvme_offload.offload._torch_private import store_of_all_ranks
-from tests.optim.tiers.test_block_tiers_faults import unreadable
-from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
-
-path, moment = sys.argv[1:]
-rank = int(os.environ["RANK"])
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-store = store_of_all_ranks()
-config = section(path, **EVERYTHING, accumulation=1)
-config["aio"]["engine"] = "aiofiles"
-
-
-class Heard(logging.Handler):
-    def emit(self, record):
-        store.set("heard", record.getMessage())
-
-
-def passes(engine):
-    loss = loss_of(engine, 1, rank)
-    if rank == 1 and moment == "backward":
-        with unreadable(engine, "params"):
-            engine.backward(loss)
-    engine.backward(loss)
-
-
-with make(config) as engine:
-    threads = [thread.name for thread in threading.enumerate()]
-    assert threads.count("nvme-offload-peers") == 1
-    train_step(engine, 0, rank)
-    if rank == 0:
-        logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard())
-        try:
-            passes(engine)
-        except PeerError as error:
-            print(error)
-            assert error.__cause__ is not None
-        else:
-            sys.exit("no error on rank 0")
-        try:
-            loss_of(engine, 2, rank)
-        except StateError as error:
-            assert "Another rank failed" in str(error)
-        else:
-            sys.exit("another pass began")
-    else:
-        try:
-            if moment == "forward":
-                with unreadable(engine, "params"):
-                    passes(engine)
-            passes(engine)
-        except SwapIOError:
-            print(store.get("heard").decode())  # waits for it: this process lives, and rank 0 is in the collective
-            sys.stdout.flush()
-            os._exit(0)
-        sys.exit("no error on rank 1")
-assert "nvme-offload-peers" not in [thread.name for thread in threading.enumerate()]
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_an_io_error_on_one_rank_is_said_on_the_other_while_both_live(tmp_path, moment):
-    raised, heard = run_launched(RANK, tmp_path, moment)
-    assert [raised.returncode, heard.returncode] == [0, 0], raised.stderr + heard.stderr
-    for said in (heard.stdout, raised.stdout):
-        assert f"rank 1, host {socket.gethostname()}, failed in {moment}: SwapIOError: read of" in said
-        assert "failed: EIO" in said
-        assert "end all ranks and resume from a checkpoint" in said
-    assert "This rank waits for it in its next collective" in heard.stdout
 
 
 class Heard(logging.Handler):
@@ -101,6 +26,45 @@ class Heard(logging.Handler):
 
     def emit(self, record):
         self._store.set("heard", record.getMessage())
+
+
+def one_fails_in_a_pass(rank, world_size, path, moment):
+    config = section(path, **EVERYTHING, accumulation=1)
+    config["aio"]["engine"] = "aiofiles"
+    store = store_of_all_ranks()
+    logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard(store))
+    with make(config) as engine:
+        assert [thread.name for thread in threading.enumerate()].count("nvme-offload-peers") == 1
+        train_step(engine, 0, rank)
+        with pytest.raises(SwapIOError if rank == 1 else PeerError) as caught:
+            a_pass(engine, rank, moment if rank == 1 else None)
+        if rank == 1:
+            said = store.get("heard").decode()  # waits for it: this process lives, and rank 0 is in the collective
+        else:
+            said = str(caught.value)
+            assert caught.value.__cause__ is not None
+            with pytest.raises(StateError, match="Another rank failed"):
+                loss_of(engine, 2, rank)
+        dist.destroy_process_group()  # as if this process had ended
+    assert "nvme-offload-peers" not in [thread.name for thread in threading.enumerate()]
+    return said
+
+
+def a_pass(engine, rank, fails):
+    with unreadable(engine, "params") if fails == "forward" else nullcontext():
+        loss = loss_of(engine, 1, rank)
+    with unreadable(engine, "params") if fails == "backward" else nullcontext():
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_an_io_error_on_one_rank_is_said_on_the_other_while_both_live(tmp_path, moment):
+    raised, heard = run_ranks(one_fails_in_a_pass, 2, tmp_path, moment)
+    for said in (heard, raised):
+        assert f"rank 1, host {socket.gethostname()}, failed in {moment}: SwapIOError: read of" in said
+        assert "failed: EIO" in said
+        assert "end all ranks and resume from a checkpoint" in said
+    assert "This rank waits for it in its next collective" in heard
 
 
 def one_repeats_its_step(rank, world_size, path):
@@ -117,6 +81,7 @@ def one_repeats_its_step(rank, world_size, path):
             said = store.get("heard").decode()
         engine.step()
         train_step(engine, 2, rank)
+        assert engine._peers.instead_of(RuntimeError()) is None, "nobody waits any more: an error is the user's own"
         disturbed = full_state(engine.module, engine.optimizer)
     with make(config) as engine:
         for step in range(3):
