@@ -21,7 +21,8 @@ from nvme_offload.offload.storage.swap_space import SwapSpace
 class CommittedRank:
     """Reads what one rank of a run has committed; the run is to be `inventory.locked` as long as this is open."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], others: Sequence[Path] = ()) -> None:
+        """`others` are those of another copy, in the order of its paths: it is read where this one cannot be."""
         places = {folder: about for folder in folders if (about := read_about(folder)) is not None}
         self._folders = sorted(places, key=lambda folder: places[folder]["path"])
         where = folders[0]
@@ -34,7 +35,8 @@ class CommittedRank:
         if len(uuids) > 1:
             raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
         (self.uuid,) = uuids
-        self.space = SwapSpace(self._folders, direct="disabled", directory=_ReadOnly)
+        paths, copies = [*self._folders, *others], 2 if others else 1
+        self.space = SwapSpace(paths, direct="disabled", directory=_ReadOnly, copies=copies)
 
     @property
     def folder(self) -> Path:

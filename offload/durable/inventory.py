@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -33,10 +33,15 @@ class CopiesFound(NamedTuple):
 
     read_from: tuple[Path, ...]
     """The directories of the copy to go on from."""
+    others: tuple[Path, ...] = ()
+    """The directories of another copy that says what this one says."""
     num_paths: int = 0
     """The number of directories that each copy has, on all paths; 0: it does not say."""
-    num_whole: int = 1
-    """Copies that say what this one says."""
+
+    @property
+    def num_whole(self) -> int:
+        """Return how many copies say the same."""
+        return 2 if self.others else 1
 
     @property
     def num_missing(self) -> int:
@@ -76,6 +81,8 @@ class RunFound:
     ranks: tuple[RankFound, ...]
     num_ranks: int
     """All ranks of the run, on whatever hosts; 0: it does not say."""
+    hosts: Mapping[str, str]
+    """The hosts that ranks were on when the run was last taken up, by the number of the rank, as far as it is said."""
 
     @property
     def folders(self) -> list[Path]:
@@ -87,6 +94,15 @@ class RunFound:
         """The latest step that all these ranks have of one history; None where there is none."""
         common = set.intersection(*(set(rank.steps) for rank in self.ranks))
         return next((step for commit, step in self.ranks[0].steps.items() if commit in common), None)
+
+    @property
+    def missing(self) -> str:
+        """Say which ranks have no directory here, and on which hosts they were; nothing where all are here."""
+        here = {rank.rank for rank in self.ranks}
+        of_hosts: dict[str, list[str]] = defaultdict(list)
+        for number in sorted({*range(self.num_ranks)} - here):
+            of_hosts[self.hosts.get(str(number), "")].append(str(number))
+        return ", ".join(", ".join(ranks) + f" (host {host})" * bool(host) for host, ranks in of_hosts.items())
 
     @property
     def snapshots(self) -> list[str]:
@@ -121,7 +137,8 @@ def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
     for of_run, ranks in sorted(found.items()):
         of_ranks = [there for rank, folders in sorted(ranks.items()) if (there := _found_in(rank, folders)) is not None]
         if of_ranks:
-            runs.append(RunFound(of_run, tuple(rank for rank, _ in of_ranks), max(number for _, number in of_ranks)))
+            found_ranks, numbers, hosts = zip(*of_ranks, strict=True)
+            runs.append(RunFound(of_run, found_ranks, max(numbers), {**ChainMap(*hosts)}))
     return runs
 
 
@@ -152,8 +169,12 @@ def remove_snapshot(run: RunFound, name: str) -> None:
             snapshots.delete_unreadable(name)
 
 
-def _found_in(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int] | None:
-    """Return what is there of a rank, and the number of all ranks; None where somebody removes it at this moment."""
+_There = tuple[RankFound, int, Mapping[str, str]]
+"""The rank as it was found, and the number and hosts of all ranks, as far as it says them."""
+
+
+def _found_in(rank: int, folders: Sequence[Path]) -> _There | None:
+    """Return what is there of a rank; None where somebody removes it at this moment."""
     while folders:
         try:
             return _look_at(rank, folders)
@@ -161,23 +182,26 @@ def _found_in(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int] | Non
             folders = [folder for folder in folders if folder.is_dir()]
         except OSError as error:  # it is somebody else's, or a link
             there = tuple(folders)
-            return RankFound(rank, there, CopiesFound(there), {}, (), (), (), None, "", 0, None, str(error)), 0
+            return RankFound(rank, there, CopiesFound(there), {}, (), (), (), None, "", 0, None, str(error)), 0, {}
     return None
 
 
-def _look_at(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int]:
+def _look_at(rank: int, folders: Sequence[Path]) -> _There:
     problem, model, num_ranks = "", "", 0
     copies, manifests = CopiesFound(tuple(folders)), dict[Path, Manifest]()
-    newest = None
+    newest, hosts = None, dict[str, str]()
     try:
-        abouts = {folder: about for folder in folders if (about := read_about(folder)) is not None}
+        abouts, unreadable = _abouts(folders)
         copies = _copies_of(abouts) if abouts else copies
+        if unreadable and (copies.num_missing or not abouts):
+            raise unreadable[0]
         manifests = {path: manifest for folder in copies.read_from for path, manifest in _manifests(folder).items()}
         newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
         if abouts and not copies.num_missing:
             _check_rows(copies.read_from, manifests)
         if newest is not None:
             identity = read_identity(newest.parent, manifests[newest].identity)
+            hosts = next(iter(abouts.values())).get("hosts") or {}
             model, num_ranks = _in_words(identity), int(identity.get("num_ranks", 0))
     except ResumeError as error:
         problem = str(error)
@@ -189,7 +213,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int]:
         rank=rank,
         folders=tuple(folders),
         copies=copies,
-        steps={manifest.commit_id or f"step {manifest.step}": manifest.step for manifest in ordered},
+        steps={manifest.commit_id: manifest.step for manifest in ordered},
         snapshots=tuple(name for of_folder in snapshots for name in of_folder),
         prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
         unreadable=tuple(name for of_folder in snapshots for name in of_folder.unreadable),
@@ -199,7 +223,19 @@ def _look_at(rank: int, folders: Sequence[Path]) -> tuple[RankFound, int]:
         owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
         problem=problem,
     )
-    return found, num_ranks
+    return found, num_ranks, hosts
+
+
+def _abouts(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[ResumeError]]:
+    """Return what the directories are of, and what is damaged; another copy may be whole."""
+    abouts, damaged = dict[Path, dict[str, Any]](), list[ResumeError]()
+    for folder in folders:
+        try:
+            if (about := read_about(folder)) is not None:
+                abouts[folder] = about
+        except ResumeError as error:
+            damaged.append(error)
+    return abouts, damaged
 
 
 def _in_words(identity: Mapping[str, Any]) -> str:
@@ -228,7 +264,8 @@ def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
     found = [CopyFound.look_at(copy[0]) for copy in copies]
     leading = leading_of(found)
     num_paths = max(about["num_paths"] for about in abouts.values())
-    return CopiesFound(copies[leading], num_paths, sum(one.says_as(found[leading]) for one in found))
+    same = [copy for copy, one in enumerate(found) if copy != leading and one.says_as(found[leading])]
+    return CopiesFound(copies[leading], copies[same[0]] if same else (), num_paths)
 
 
 def _check_rows(in_order: Sequence[Path], manifests: Mapping[Path, Manifest]) -> None:

@@ -50,10 +50,10 @@ class DurableRun:
         run = DurableRun(paths, name="my-run", rank=0, direct="required")
         tier = NvmeTier(config, space=run.space)
         if run.found:
-            run.identify(identity, uuid)            # or `differences`
+            run.identify(identity, uuid, hosts)     # or `differences`
             run.adopt(run.found[0], layouts)        # then read every slot, and check it (`run.extents.open_sealed`)
         else:
-            run.identify(identity, uuid)
+            run.identify(identity, uuid, hosts)
             run.extents.add(layouts)
         ...                                         # write slots: see `ExtentRing`
         run.commit(step, blob, run.extents.tables, commit_id)  # when all writes are done, in a thread (`Committer`)
@@ -152,22 +152,22 @@ class DurableRun:
 
     # Identity.
 
-    def identify(self, identity: Identity, uuid: str) -> None:
+    def identify(self, identity: Identity, uuid: str, hosts: Mapping[str, str]) -> None:
         """Say what this run is from now on: what is committed is committed as this.
 
         `identity` is JSON that must be equal wherever a commit is taken up; `offload runs` shows its ``model``. All
-        ranks agree on `uuid`.
+        ranks agree on `uuid`. `hosts` are those of all ranks, by number.
 
         Raises ResumeError where a run with another uuid is there.
         """
         if self.uuid is None:
             about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "places": self._places}
-            about["num_paths"] = len(self._files.directories)
+            about |= {"num_paths": len(self._files.directories), "hosts": hosts}
             self._files.each_directory(lambda place, directory: directory.write_about(about | {"path": place}))
             self.uuid = uuid
         elif uuid != self.uuid:
             raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
-        self._files.each_directory(lambda place, directory: directory.raise_format())
+        self._files.each_directory(lambda place, directory: directory.update_about(hosts))
         digest = identities.digest(identity)
         if (name := identities.file_name(digest)) not in names_in(self.folder):
             self._files.each_folder(lambda folder: replace_in(folder, name, identities.canonical(identity)))

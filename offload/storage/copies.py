@@ -115,16 +115,14 @@ class DriveCopies:
         return True
 
     def _say_lost(self, copy: int, error: BaseException, other: int) -> None:
-        said = (
-            f"a copy of the state is lost ({error}). Training goes on with that in {self.files[other][0].path.parent}"
-        )
+        said = f"a copy of the state is lost ({error}), and that in {self.files[other][0].path.parent} is read instead"
         if copy in self._said:
             logger.info(said)
             return
         self._said.add(copy)
         warn_user(
-            f"{said}, and makes the lost one again as soon as its drive takes it. Where it does not, name a folder on "
-            "another drive in nvme_path, and start again",
+            f"{said}. Training makes the lost one again as soon as its drive takes it. Where it does not, name a "
+            "folder on another drive in nvme_path, and start again",
             of_this_rank=True,
         )
 

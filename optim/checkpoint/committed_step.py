@@ -74,7 +74,17 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
     """
     with ExitStack() as files:
         files.enter_context(locked(run))
-        ranks = {rank.rank: files.enter_context(closing(CommittedRank(rank.copies.read_from))) for rank in run.ranks}
+        if run.missing:
+            raise ResumeError(
+                run.name,
+                f"is a run of {run.num_ranks} ranks, and of ranks {run.missing} no directory is here: name the folders "
+                f"that they had. Mount or copy here those of another host (nvme-durable-{run.name}-rank*). Or start "
+                "the run once more on all hosts, resume(), and engine.save_16bit_model(dir) or save_checkpoint(dir)",
+            )
+        ranks = {
+            rank.rank: files.enter_context(closing(CommittedRank(rank.copies.read_from, rank.copies.others)))
+            for rank in run.ranks
+        }
         if len({rank.uuid for rank in ranks.values()}) > 1:
             raise ResumeError(run.name, "is the name of several runs here, with other ranks each: remove the others")
         chosen = _chosen(run.name, ranks, step, snapshot)
@@ -82,7 +92,6 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
             number: RecordedRun.of(ranks[number].identity(found.manifest), ranks[number].folder)
             for number, found in chosen.items()
         }
-        _check_all_there(run.name, recorded)
         _check_stages(run.name, recorded)
         states = [
             RankOfStep(recorded[number], found.content, _values_of(ranks[number], recorded[number], found.manifest))
@@ -104,22 +113,11 @@ def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, sna
     return {number: of_rank[asked[0]] for number, of_rank in of_ranks.items()}
 
 
-def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str | int, _Found]:
-    """Return a rank's commits, the newest first, by identity; an earlier version had ticks alone."""
+def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str, _Found]:
+    """Return a rank's commits, the newest first, by identity."""
     manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
     found = [_Found(manifest, Content.decode(manifest.blob, rank.folder)) for manifest in manifests]
-    return {each.manifest.commit_id or each.content.tick: each for each in found}
-
-
-def _check_all_there(name: str, recorded: Mapping[int, RecordedRun]) -> None:
-    num_ranks = max(run.num_ranks for run in recorded.values())
-    if missing := sorted(set(range(num_ranks)) - set(recorded)):
-        listed = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        raise ResumeError(
-            name,
-            f"is a run of {num_ranks} ranks, and of {listed} no directory is here: name the folders that they had, or "
-            "copy theirs here",
-        )
+    return {each.manifest.commit_id: each for each in found}
 
 
 def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +50,8 @@ class _Agreed(NamedTuple):
     num_params: int = -1
     """Parameters with state that there were when they did."""
     uuid: str = ""
+    hosts: Mapping[str, str] = {}
+    """By the number of the rank."""
     history: str = ""
     """Random: see `Commits.begin_history`."""
 
@@ -307,17 +310,20 @@ class Commits:
         if self._agreed.num_params != self._num_placed:  # not again by one rank alone, whose drive did not take it
             ranks = self.ranks()
             known = ranks.gather(ranks.together(self._own_uuid))
-            self.tick = max(tick for _, _, tick, _ in known.values())
-            self.begin_history(drawn for _, _, _, drawn in known.values())
-            self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=min(known.values())[1])
-        self.run.identify(self.identity(), self._agreed.uuid)
+            self.tick = max(tick for _, _, tick, _, _ in known.values())
+            self.begin_history(drawn for _, _, _, drawn, _ in known.values())
+            hosts = {str(rank): host for rank, (*_, host) in known.items()}
+            uuid = min(known.values())[1]
+            self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=uuid, hosts=hosts)
+        self.run.identify(self.identity(), self._agreed.uuid, self._agreed.hosts)
         self._num_identified = self._num_placed
 
-    def _own_uuid(self) -> tuple[bool, str, int, str]:
-        """Return whether the run is new here, its name for this rank, its next tick, and a number for its history."""
+    def _own_uuid(self) -> tuple[bool, str, int, str, str]:
+        """Return if the run is new here, its name for this rank, its next tick, a number for its history, the host."""
         # A run that is loaded over counts on: of two commits the later one has the larger number on every rank.
         ticks = [Content.decode(manifest.blob, self.run.folder).tick + 1 for manifest in self.run.committed]
-        return self.run.uuid is None, self.run.uuid or random_id(), max([self.tick, *ticks]), random_id()
+        known = self.run.uuid or random_id()
+        return self.run.uuid is None, known, max([self.tick, *ticks]), random_id(), socket.gethostname()
 
     def begin_history(self, drawn: Iterable[str]) -> None:
         """Give the commits from here on identities that no other commits have, and all ranks alike.

@@ -1,7 +1,5 @@
 """`offload runs`: which durable runs there are, and an end to those that nobody needs."""
 
-import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
 from nvme_offload.perf.measure.command_line import Json
+from nvme_offload.perf.runs.listing import format_runs, joined, parse_runs
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
 _SHOWN = 4
@@ -56,10 +55,20 @@ runs = typer.Typer(
 
 @runs.command("list", epilog="Example: offload runs list /mnt/nvme0")
 def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False) -> None:
-    """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
-    found = _found(paths, config)
+    """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed.
+
+    A PATH may also be a file that --json printed on another host: a run on several hosts is one line then.
+    """
+    listings = [path for path in paths or [] if path.is_file()]
+    folders = [path for path in paths or [] if path not in listings]
+    found = _found(folders, config) if folders or config or not listings else []
+    try:
+        found = joined([*found, *(run for listing in listings for run in parse_runs(listing.read_text()))])
+    except ValueError as error:
+        names = ", ".join(map(str, listings))
+        raise typer.BadParameter(f"{names} are not all of `offload runs --json`: {error}", param_hint="PATH") from error
     if as_json:
-        typer.echo(json.dumps([_as_dict(run) for run in found], indent=2, default=str))
+        typer.echo(format_runs(found))
     else:
         typer.echo(_table(found) if found else "no durable runs")
 
@@ -175,7 +184,10 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
 def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
     folders = list(paths or [])
     try:
-        folders += OffloadConfig.from_file(config).nvme_paths if config else []
+        if config:
+            section = OffloadConfig.from_file(config)
+            one_may_be_gone = section.zero_optimization.offload_optimizer.copies > 1
+            folders += [path for path in section.nvme_paths if not one_may_be_gone or path.is_dir()]
         if not folders:
             raise typer.BadParameter("name a folder of nvme_path, or a configuration", param_hint="PATH")
         if missing := [str(folder) for folder in folders if not folder.is_dir()]:
@@ -213,10 +225,9 @@ def _row(run: RunFound) -> tuple[str, ...]:
 
 
 def _said(run: RunFound) -> list[str]:
-    numbers = [rank.rank for rank in run.ranks]
     said = [f"rank {rank.rank}: {rank.problem}" for rank in run.ranks if rank.problem]
-    if gaps := sorted(set(range(numbers[-1])) - set(numbers)):
-        said.append(f"no directory of ranks {', '.join(map(str, gaps))} is here")
+    if run.missing:
+        said.append(f"no directory of ranks {run.missing} is here")
     if run.step is None:
         committed = any(rank.steps for rank in run.ranks)
         said.append("there is no step that all of these ranks have" if committed else "nothing was committed")
@@ -231,13 +242,3 @@ def _said(run: RunFound) -> list[str]:
         said += [f"rank {rank.rank}: has no snapshot {name}, and another rank has" for name in lacking]
         said += [f"rank {rank.rank}: the file of snapshot {name} is damaged" for name in rank.unreadable]
     return said
-
-
-def _as_dict(run: RunFound) -> dict[str, Any]:
-    about = {"name": run.name, "step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes}
-    ranks = [
-        {**dataclasses.asdict(rank), **rank.copies._asdict(), "steps": list(rank.steps.values())} for rank in run.ranks
-    ]
-    for rank in ranks:
-        del rank["copies"]
-    return {**about, "num_ranks": run.num_ranks, "committed_at": run.committed_at, "ranks": ranks}

@@ -165,7 +165,7 @@ def _bar(share: float) -> Text:
 
 def top(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run directory, a folder of such, or the file of run_log.")
+        Path, typer.Argument(metavar="RUN", help="A run directory, the file of run_log, or a folder of either.")
     ],
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Look once, also on a terminal.")] = False,
@@ -276,10 +276,10 @@ class RunOnShow:
 
 
 def runs_of(path: Path) -> list[RunOnShow]:
-    """The runs at a path: a log, a run directory, or a folder with run directories in it."""
+    """The runs at a path: a log, a run directory, or a folder with run directories or logs of ranks in it."""
     if path.is_dir():
         own = path / RECORD_NAME
-        files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}"))
+        files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}")) or sorted(path.glob("*.jsonl"))
         if not files:
             has_begun = any(path.glob(PREFIX + "*")) or (path / "lock").exists()
             elsewhere = f"{path} holds no run: name the nvme_path of a run that goes on, or the file of its run_log"

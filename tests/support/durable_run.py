@@ -28,6 +28,7 @@ LAYOUTS = [
 ]
 IDENTITY = {"model": "three slots"}
 UUID = "the-run"
+HOSTS = {"0": "here", "4": "there"}
 
 HEADER = struct.Struct("<8sQQqQ32s")
 """Of a manifest: magic, sequence, incarnation, step, bytes of the body, digest of all else."""
@@ -83,7 +84,7 @@ class SmallRun:
 
     def begin(self) -> None:
         """A run that is new."""
-        self.run.identify(IDENTITY, UUID)
+        self.run.identify(IDENTITY, UUID, HOSTS)
         self.run.extents.add(self.layouts)
 
     def write(self, values: dict[int, int]) -> None:
@@ -133,7 +134,7 @@ class SmallRun:
         """Go on from there."""
         name = name_of(manifest)
         self._note(f"begin {name}")
-        self.run.identify(IDENTITY, UUID)
+        self.run.identify(IDENTITY, UUID, HOSTS)
         self.run.adopt(manifest, self.layouts)
         self._note(f"done {name}")
         self.values = list(self.read())
@@ -191,23 +192,6 @@ def read_past_the_tier(run: DurableRun) -> Values:
 def said_by_runs(*paths: Path) -> str:
     """Return what `offload runs` prints of these folders."""
     return CliRunner().invoke(cli.app, ["runs", *map(str, paths)]).output
-
-
-def as_an_earlier_version_wrote(folder: Path) -> None:
-    """Have the directory of a run as before commits had identities."""
-    for file in [*folder.glob("manifest.*"), *folder.glob("snapshot.*")]:
-        manifest = Manifest.decode(file.read_bytes())
-        if manifest is None:
-            continue
-        body = manifest.encode()[HEADER.size :]
-        (size,) = struct.unpack_from("<Q", body)
-        about = json.loads(body[8 : 8 + size])
-        described = json.dumps({key: about[key] for key in ("identity", "tables", "blob", "first")}).encode()
-        file.write_bytes(
-            sealed(b"nvmerun1", manifest, struct.pack("<Q", len(described)) + described + body[8 + size :])
-        )
-    about_run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(about_run | {"format": 2}))
 
 
 def sealed(magic: bytes, manifest: Manifest, body: bytes) -> bytes:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -333,7 +334,8 @@ def test_ranks_and_paths_that_are_missing_are_named(drive, tmp_path):
         shutil.move(paths[0] / f"nvme-durable-run-rank{rank}", tmp_path)
         shutil.move(paths[1] / f"nvme-durable-run-rank{rank}", tmp_path / f"other{rank}")
     output = refused("run", tmp_path / "out", *paths)
-    assert "is a run of 3 ranks, and of ranks 0, 2 no directory is here" in output
+    assert f"of 3 ranks, and of ranks 0, 2 (host {socket.gethostname()}) no directory is here" in output
+    assert "Mount or copy here those of another host" in output
     assert "has 2 paths, and 1 of them are among these folders: name all" in refused("run", tmp_path / "out", paths[1])
     assert not (tmp_path / "out").exists()
 

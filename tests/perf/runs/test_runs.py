@@ -76,7 +76,7 @@ def test_as_json(small, paths):
     (run,) = json.loads(output)
     assert (code, run["name"], run["step"], run["alive"]) == (0, "small", 7, True)
     (rank,) = run["ranks"]
-    assert (rank["steps"], rank["snapshots"], rank["model"]) == ([7, 0], ["kept"], "three slots")
+    assert ([*rank["steps"].values()], rank["snapshots"], rank["model"]) == ([7, 0], ["kept"], "three slots")
     files = [path for folder in rank["folders"] for path in sorted(os.scandir(folder), key=lambda entry: entry.name)]
     assert run["size_bytes"] == sum(entry.stat().st_blocks * 512 for entry in files)
 
@@ -102,7 +102,17 @@ def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
     assert find_runs([in_memory])[0].step == 0
     _, run, said = lines(in_memory)
     assert (run[2], run[5]) == ("0", "0..3 of 5")
-    assert said == ["no directory of ranks 2 is here"]
+    assert said == ["no directory of ranks 2, 4 (host there) is here"]
+    listings = [in_memory / "on a.json", in_memory / "on b.json"]
+    listings[0].write_text(offload("--json", in_memory)[1])
+    shutil.move(in_memory / "nvme-durable-small-rank3", in_memory / "nvme-durable-small-rank4")
+    listings[1].write_text(offload("--json", in_memory)[1])
+    for listed in (listings, [in_memory, listings[0]]):
+        _, run, said = lines(*listed)
+        assert (run[2], run[5], said) == ("0", "0..4 of 5", ["no directory of ranks 2 is here"])
+    listings[0].write_text("[{}]")
+    code, output = offload(*listings)
+    assert (code, "are not all" in output) == (2, True), output
 
 
 def test_a_path_that_was_not_looked_at(small, paths):
