@@ -55,7 +55,7 @@ triton: setup
 
 # Several hosts, as network namespaces: all tests of them, which need root.
 hosts: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_hosts.py $(ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" -k hosts tests/test_hosts.py tests/optim/durable/test_killed_steps.py $(ARGS)
 
 # All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
 clients:

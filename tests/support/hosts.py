@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +46,20 @@ def run_on_hosts(function, places, *args):
 
     There is no process group, and rank 0 is its address. Returns their results, in the order of the places.
     """
+    about = {"MASTER_ADDR": places[0].host, "MASTER_PORT": "29500"}
+    with entries(places) as ready:
+        return start_ranks(function, [(entry, about) for entry in ready], *args)
+
+
+@contextmanager
+def entries(places):
+    """Make the hosts; one function for each place, which takes the process that calls it there."""
     with ExitStack() as opened:
         network = _Network(dict.fromkeys(place.host for place in places), opened)
         names = Path(opened.enter_context(tempfile.TemporaryDirectory()), "hosts")
         names.write_text("".join(f"{address} {host}\n" for host, address in network.addresses.items()))
-        about = {"MASTER_ADDR": places[0].host, "MASTER_PORT": "29500"}
         known = {Path("/etc/hosts"): names}
-        ready = [(_Entry(network.namespaces[place.host], place.mounts | known), about) for place in places]
-        return start_ranks(function, ready, *args)
+        yield [_Entry(network.namespaces[place.host], place.mounts | known) for place in places]
 
 
 class _Entry:

@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from nvme_offload import OffloadAdamW
 from nvme_offload.offload.durable import run_copies
 from nvme_offload.offload.durable.inventory import find_runs
 from tests.support.durable_engine import durable, whole
+from tests.support.hosts import Place, entries
 from tests.support.resuming import steps_of
 from tests.support.training import params_of, section
 
@@ -115,6 +117,7 @@ class Kind(NamedTuple):
     how: Mapping = {}  # it is made to last
     plain: Mapping = {}  # how the one is made that it is compared with, which does not last
     copies: bool = False  # it is on two drives, of which one is erased now and then
+    hosts: bool = False  # a host for each rank, with its own drives: they start in any order, one may be killed alone
 
 
 KINDS = {
@@ -130,6 +133,8 @@ KINDS = {
     "copies-logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}, copies=True),
     "two-ranks": Kind(train_engine, 2),
     "two-ranks-copies-logged": Kind(train_engine, 2, {"tiers": "state, logged"}, copies=True),
+    "two-hosts-copies": Kind(train_engine, 2, copies=True, hosts=True),
+    "two-hosts-copies-logged": Kind(train_engine, 2, {"tiers": "parameters, logged"}, copies=True, hosts=True),
     "two-ranks-logged": Kind(train_engine, 2, {"tiers": "state, logged"}),
     "two-ranks-everything": Kind(train_engine, 2, {"tiers": "everything"}),
     "two-ranks-in-backward": Kind(train_engine, 2, {"tiers": "backward, logged"}, {"tiers": "unclipped"}),
@@ -152,10 +157,15 @@ def fork(life):
 class Lives:
     """Lives of one run, and what they noted in memory that outlives them."""
 
-    def __init__(self, path, kind, name, seed, *, lasting=True, other=None):
+    def __init__(self, path, kind, name, seed, *, lasting=True, other=None, hosts=()):
         self.path, self.kind, self.name, self.lasting = path, kind, name, lasting
         self.other, self.num_erased, self.num_behind = other, 0, 0
         self.random = random.Random(seed)
+        self.hosts = dict(zip("ab", hosts, strict=True)) if kind.hosts else {}
+        self.order = [*self.hosts] or [""]
+        for host in self.order:
+            for drive in filter(None, (path, other)):
+                (drive / host).mkdir(exist_ok=True)
         self.pages = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(kind.num_ranks)]
         self.number = 0
         self.history = []
@@ -168,6 +178,7 @@ class Lives:
         if self.other and self.number:
             self._erase_a_drive()
         self.number += 1
+        self.random.shuffle(self.order)
         pids = [fork(partial(self._life, rank)) for rank in range(self.kind.num_ranks)]
         killed = seconds is not None and self._kill(pids, seconds)
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
@@ -176,12 +187,13 @@ class Lives:
         return None if any(statuses) else self._ended()
 
     def _erase_a_drive(self):
-        """Now and then, where the other one has all."""
-        paths = [self.path, self.other]
+        """Now and then, where the other one of the host has all."""
+        host = self.random.choice(self.order)
+        paths = [self.path / host, self.other / host]
         (run,) = find_runs(paths, self.name) or [None]
         if (
             run is None
-            or len(run.ranks) < self.kind.num_ranks
+            or len(run.ranks) < self.kind.num_ranks // len(self.order)
             or any(rank.copies.num_whole < len(paths) for rank in run.ranks)
         ):
             self.num_behind += 1
@@ -191,14 +203,20 @@ class Lives:
                 shutil.rmtree(folder)
 
     def _life(self, rank):
+        host = ""
         if self.kind.train is train_engine:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.kind.num_ranks))
+        if self.kind.hosts:
+            os.environ.update(MASTER_ADDR=self.order[0], MASTER_PORT="29500")
+            host = self.order[rank]
+            self.hosts[host]()
+        elif self.kind.train is train_engine:
             met = f"file://{self.path}/{self.name}.{self.number}"
             dist.init_process_group("gloo", init_method=met, rank=rank, world_size=self.kind.num_ranks)
         name, how = (self.name, self.kind.how) if self.lasting else (None, self.kind.plain)
         if self.other:
-            how = {**how, "other": self.other}
-        digest = self.kind.train(self.path, name, partial(self._note, rank), **how)
+            how = {**how, "other": self.other / host}
+        digest = self.kind.train(self.path / host, name, partial(self._note, rank), **how)
         self._end_of(rank).write_text(digest)
         if dist.is_initialized():
             dist.barrier()  # who ends first may serve the others
@@ -222,7 +240,9 @@ class Lives:
         time.sleep(seconds)
         if _has_ended(pids[0]):
             return False
-        for pid in self.random.sample(pids, len(pids)):
+        # Without those that have not met it yet a rank waits in torch, until its launcher ends it.
+        alone = self.hosts and all(resumed >= 0 for resumed, _, _ in self._notes())
+        for pid in self.random.sample(pids, self.random.randint(1, len(pids)) if alone else len(pids)):
             os.kill(pid, signal.SIGKILL)
             time.sleep(self.random.choice([0, 0.01, 0.2]) if len(pids) > 1 else 0)
         return True
@@ -246,14 +266,20 @@ def _has_ended(pid):
 
 def kill(root, name, num_kills, seed, other):
     """Kill runs of this kind so often; how often, and what each life went on from."""
+    kind = KINDS[name]
+    with entries([Place(host, {}) for host in "ab"]) if kind.hosts else nullcontext(()) as hosts:
+        return _kill(name, num_kills, seed, other, partial(Lives, root, kind, hosts=hosts))
+
+
+def _kill(name, num_kills, seed, other, lives_of):
     kind, begun = KINDS[name], time.monotonic()
-    expected = Lives(root, kind, f"{name}-plain", seed, lasting=False).digest()
+    expected = lives_of(f"{name}-plain", seed, lasting=False).digest()
     seconds = time.monotonic() - begun
     done = rounds = 0
     history = []
     erased = behind = 0
     while done < num_kills:
-        lives = Lives(root, kind, f"{name}-{rounds}", seed + rounds, other=other if kind.copies else None)
+        lives = lives_of(f"{name}-{rounds}", seed + rounds, other=other if kind.copies else None)
         for _ in range(_ATTEMPTS):
             digest = lives.digest(lives.random.uniform(0, 0.4 * seconds) if done < num_kills else None)
             if digest is not None:

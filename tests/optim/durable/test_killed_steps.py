@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from nvme_offload import OffloadAdamW
+from tests.support.hosts import why_not
 from tests.support.killed_histories import KINDS as HISTORIES
 from tests.support.killed_steps import DTYPES, KINDS, SHAPES, durable_section
 from tests.support.training import params_of, run_child, set_grads
@@ -43,6 +44,8 @@ def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
         assert any(step > 0 for life in found["history"] for step in life), f"{name}: no life went on from a step"
 
 
+on_hosts = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
+ON_HOSTS = ["two-hosts-copies", "two-hosts-copies-logged"]
 LOSING = ["copies", "copies-logged", "two-ranks-copies-logged"]
 
 
@@ -51,6 +54,7 @@ LOSING = ["copies", "copies-logged", "two-ranks-copies-logged"]
     [
         (10, ["copies-logged"]),
         pytest.param(70, LOSING, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+        pytest.param(70, ON_HOSTS, marks=[pytest.mark.slow, pytest.mark.timeout(7200), on_hosts], id="hosts"),
     ],
 )
 def test_killed_and_now_and_then_a_drive_is_erased_it_ends_with_the_same_bits(drive, num_kills, kinds):
