@@ -213,7 +213,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         rank=rank,
         folders=tuple(folders),
         copies=copies,
-        steps={manifest.commit_id: manifest.step for manifest in ordered},
+        steps={manifest.commit_id or f"step {manifest.step}": manifest.step for manifest in ordered},
         snapshots=tuple(name for of_folder in snapshots for name in of_folder),
         prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
         unreadable=tuple(name for of_folder in snapshots for name in of_folder.unreadable),

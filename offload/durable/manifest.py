@@ -41,6 +41,8 @@ NO_COMMIT = "0" * 32
 """The identity of no commit: the first one of a history has it before itself."""
 
 _MAGIC = b"nvmerun2"
+_MAGIC_WITHOUT_COMMITS = b"nvmerun1"
+"""Manifests of an earlier version, which had no identities."""
 _COMMIT_ID = re.compile(r"(?:[0-9a-f]{32})?")
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 _TABLE = np.dtype("<i8")
@@ -68,7 +70,8 @@ class Manifest:
     is_first: bool = False
     """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
     commit_id: str = ""
-    """32 hexadecimal digits that the manifests of all ranks have of this commit, and of no other one."""
+    """32 hexadecimal digits that the manifests of all ranks have of this commit, and of no other one. Empty where an
+    earlier version wrote it: nobody knows."""
     previous_id: str = ""
     """`commit_id` of the commit before it, which it goes on from; empty where nobody knows."""
     is_alone: bool = True
@@ -86,8 +89,10 @@ class Manifest:
         return self.blob == other.blob and all(np.array_equal(own.get(n, ()), others.get(n, ())) for n in names)
 
     def may_follow(self, other: Manifest) -> bool:
-        """Whether another one is of the commit before this."""
-        return self.previous_id == other.commit_id
+        """Whether another one is of the commit before this, as far as both say."""
+        if self.previous_id == NO_COMMIT:
+            return False
+        return not (self.previous_id and other.commit_id) or self.previous_id == other.commit_id
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -122,7 +127,7 @@ class Manifest:
             return None
         magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
         body = memoryview(content)[_HEADER.size : _HEADER.size + body_bytes]
-        if magic != _MAGIC or len(body) != body_bytes:
+        if magic not in (_MAGIC, _MAGIC_WITHOUT_COMMITS) or len(body) != body_bytes:
             return None
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
