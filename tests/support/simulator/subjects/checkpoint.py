@@ -145,6 +145,7 @@ class CheckpointSubject(Subject):
         self.training = training(self.options["mode"])
         self.patience = self.options["patience"]
         self.saved: dict[str, int] = {}  # positions by tag
+        self.unnamed: dict[str, set[int]] = {}  # what a tag may hold that `latest` did not get to name
         self.latest: str | None = None
         self.exported: int | None = None
         self.position = 0
@@ -367,10 +368,11 @@ class CheckpointSubject(Subject):
     def _look(self, name: str) -> None:
         """After a save that was cut short each checkpoint is whole, that there was or the new one; go on from it."""
         possible = {tag: {position} for tag, position in self.saved.items()}
-        possible[name] = {self.position} | possible.get(name, set())
+        possible[name] = {self.position} | possible.get(name, set()) | self.unnamed.get(name, set())
         path, _ = self._persist(lambda: self.engine.load_checkpoint(self.root))
         if path is None:
             assert self.latest is None, "the checkpoint before was lost"
+            self.unnamed[name] = possible[name]
             self._go_back()
             return
         found = Path(path).name.removesuffix(REPLACED)
