@@ -7,8 +7,7 @@ cannot be started.
 
 from collections.abc import Sequence
 from typing import Final
-
-from nvme_offload.optim.updates.work import StepScalars as _StepScalars
+from typing import Protocol as _Protocol
 
 TILE_NUMEL: Final[int]
 
@@ -81,6 +80,14 @@ class Segment:
 class SummedMemory:
     def __init__(self, *, address: int, size_bytes: int, sums: int) -> None: ...
 
+class _Scalars(_Protocol):
+    """What a step takes beside tensors; `optim.updates.work.StepScalars` is one."""
+
+    @property
+    def grad_scale(self) -> float: ...
+    @property
+    def of_kernel(self) -> Sequence[float]: ...
+
 def available_isas() -> list[str]: ...
 def rules() -> list[str]: ...
 def renew(
@@ -88,7 +95,7 @@ def renew(
     params: Sequence[int],
     grads: Sequence[int],
     grad_dtypes: Sequence[int],
-    scalars: Sequence[_StepScalars],
+    scalars: Sequence[_Scalars],
 ) -> None: ...
 def update(
     pool: ThreadPool,

@@ -45,14 +45,18 @@ class Chooser:
 
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the first section that fits, or the next one where it is faster; where none fits, what lacks least."""
-        choices = [choice for each in self._candidates() if (choice := each.tried(self, shape)) is not None]
-        fitting = [choice for choice in choices if not choice.tiers.missing][:2]
+        tried = (choice for each in self._candidates() if (choice := each.tried(self, shape)) is not None)
+        lacking, fitting = list[ChosenSection](), list[ChosenSection]()
+        while len(fitting) < 2 and (choice := next(tried, None)) is not None:
+            (lacking if choice.tiers.missing else fitting).append(choice)
         if not fitting:
-            return self._ordered(min(choices, key=lambda choice: sum(choice.tiers.missing.values())))
-        times = [predict(choice.job, self.machine, alone=True).time for choice in fitting]
-        first, last = times[0], times[-1]
-        is_faster = first is not None and last is not None and last.seconds < LEAST_GAIN * first.seconds
-        return self._ordered(fitting[-1] if is_faster else fitting[0])
+            return self._ordered(min(lacking, key=lambda choice: sum(choice.tiers.missing.values())))
+        return self._ordered(fitting[-1] if len(fitting) == 2 and self._is_faster(*fitting) else fitting[0])
+
+    def _is_faster(self, first: ChosenSection, second: ChosenSection) -> bool:
+        """Return whether the second section is faster, as far as rates are known."""
+        before, after = (predict(choice.job, self.machine, alone=True).time for choice in (first, second))
+        return before is not None and after is not None and after.seconds < LEAST_GAIN * before.seconds
 
     def _ordered(self, choice: ChosenSection) -> ChosenSection:
         """Write the faster order of micro-batches into a section, where rates are known; else "auto" decides."""

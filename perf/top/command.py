@@ -10,7 +10,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -196,7 +197,30 @@ def top(
 
 def _page(runs: list[RunOnShow], lines: int | None = None) -> RenderableType:
     now = time.time()
-    return Group(*(view(run, now, lines=lines) for run in runs)) if runs else Text(f"{NOTHING_YET}; q ends")
+    shown = [*_together(runs), *(view(run, now, lines=lines) for run in runs)]
+    return Group(*shown) if shown else Text(f"{NOTHING_YET}; q ends")
+
+
+def _together(runs: list[RunOnShow]) -> Iterator[Text]:
+    """Show each run that has several ranks here in one line, whatever hosts they are on."""
+    of_runs = defaultdict[tuple[str, int], dict[int, Mapping[str, Any]]](dict)
+    for record in sorted((run.record for run in runs), key=lambda record: record["time"]):
+        of_runs[record["optimizer"], record["world_size"]][record["rank"]] = record
+    for (optimizer, size), ranks in of_runs.items():
+        if len(ranks) > 1:
+            numbers, hosts = (
+                ", ".join(map(str, sorted(each))) for each in (ranks, {r["host"] for r in ranks.values()})
+            )
+            rates = [_rate(ranks.values(), f"bytes_{way}") for way in ("read", "written")]
+            steps = min(record["scalars"]["steps"] for record in ranks.values())
+            head = f"{optimizer}, ranks {numbers} of {size} on {hosts}: {steps} steps"
+            yield Text(f"{head}, reads {rates[0]}, writes {rates[1]}")
+
+
+def _rate(records: Iterable[Mapping[str, Any]], name: str) -> str:
+    """Return what ranks have moved a second since the records before, in all."""
+    since = [record["since"] for record in records if record["since"] and record["since"]["seconds"] > 0]
+    return format_rate(sum(each[name] / each["seconds"] for each in since))
 
 
 def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console) -> None:

@@ -191,6 +191,16 @@ def test_every_figure_is_the_records(log):
     assert RunOnShow(RECORD | {"ended": True}).is_over
 
 
+def test_ranks_of_several_hosts_are_one_line_and_a_rank_counts_once(log, tmp_path):
+    assert "ranks" not in offload(log).output
+    other = RECORD | {"rank": 4, "host": "other"}
+    before = other | {"time": RECORD["time"] - 1, "scalars": RECORD["scalars"] | {"steps": 5}, "since": None}
+    for name, each in (("other", other), ("before", before)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(each) + "\n")
+    line = "OffloadLion, ranks 3, 4 of 8 on elsewhere, other: 17 steps, reads 2.00 GB/s, writes 1.00 GB/s"
+    assert offload(tmp_path).output.splitlines()[0] == line
+
+
 def test_a_run_that_was_killed_is_not_called_live(tmp_path):
     """Its record stays in its run directory until the next run on the path."""
     with subprocess.Popen(["true"]) as dead:
