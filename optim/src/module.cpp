@@ -103,6 +103,7 @@ void renew(const std::vector<Segment*>& segments, const std::vector<Address>& pa
       grad_scale = nb::cast<float>(scalars[i].attr("grad_scale"));
       of_kernel = nb::cast<std::vector<float>>(scalars[i].attr("of_kernel"));
     }
+    if (segments[i] == nullptr) throw std::invalid_argument("a segment is None");
     Segment& segment = *segments[i];
     segment.param = params[i];
     segment.grad = grads[i];
