@@ -14,7 +14,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from nvme_offload.offload._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
 
-__all__ = ["TakingTurns", "compute_on_shards", "drop_unsharded_grads", "gather_by_itself", "hook_outputs"]
+__all__ = [
+    "TakingTurns",
+    "compute_on_shards",
+    "drop_unsharded_grads",
+    "gather_by_itself",
+    "gather_outside_inference_mode",
+    "hook_outputs",
+]
 
 
 def drop_unsharded_grads(model: torch.nn.Module) -> None:
@@ -321,6 +328,25 @@ def _give_grad(fsdp_param: Any, grad: torch.Tensor) -> None:
         param.grad._local_tensor += grad
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
+
+
+def gather_outside_inference_mode(module: torch.nn.Module) -> None:
+    """Have a module (not its children) gather ordinary tensors, also where its first forward is in inference mode.
+
+    ``FSDPParamGroup.unshard``, ``wait_for_unshard``: FSDP2 (2.11 to 2.15) makes a gathered parameter once. One that is
+    made in inference mode cannot be trained, and not even be written by the next gather.
+    """
+    for group in fsdp_param_groups(module):
+        group.unshard = partial(_outside_inference_mode, group.unshard)
+        group.wait_for_unshard = partial(_outside_inference_mode, group.wait_for_unshard)
+
+
+def _outside_inference_mode(call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    if not torch.is_inference_mode_enabled():
+        call(*arguments, **named)
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        call(*arguments, **named)
 
 
 def gather_by_itself(fsdp_param: Any, policy: MixedPrecisionPolicy) -> None:

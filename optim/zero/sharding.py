@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._fsdp_passes import compute_on_shards, gather_by_itself
+from nvme_offload.offload._fsdp_passes import compute_on_shards, gather_by_itself, gather_outside_inference_mode
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_host
@@ -170,6 +170,8 @@ def shard_model(
             compute_on_shards(module)
     elif is_host(torch.device(mesh.device_type)):
         gather_in_kept_memory(model)
+    for module in model.modules():
+        gather_outside_inference_mode(module)
     remember_gatherers(model)
     return model
 

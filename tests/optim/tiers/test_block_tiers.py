@@ -25,6 +25,8 @@ def train_in_mixes(rank, world_size, path):
     def train(config):
         norms = []
         with make(config, num_layers=3, checkpointing=True) as engine:
+            with torch.inference_mode():
+                loss_of(engine, STEPS)  # what the first forward gathers is trained later
             for step in range(STEPS):
                 train_step(engine, step, rank)
                 norms.append(engine.get_global_grad_norm())
