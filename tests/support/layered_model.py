@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.support import build
+from tests.support.sharded_model import gathered
 
 VOCABULARY, WIDTH, NUM_BLOCKS = 101, 64, 4
 
@@ -67,11 +68,10 @@ def train(engine, dp_rank, steps, samples=8):
 def named_state(engine):
     """Parameters, masters and moments, whole, by the names of the model."""
     names = [name for name, _ in engine.module.named_parameters()]
-    state = {name: param.detach().full_tensor().clone() for name, param in engine.module.named_parameters()}
+    tensors = {name: param.detach() for name, param in engine.module.named_parameters()}
     for index, entries in engine.optimizer.state_dict()["state"].items():
-        for name, value in entries.items():
-            state[f"{names[index]}.{name}"] = value if name == "step" else value.full_tensor().clone()
-    return state
+        tensors |= {f"{names[index]}.{name}": value for name, value in entries.items()}
+    return gathered(tensors)
 
 
 def weights(state):

@@ -12,6 +12,7 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero.sharding import PIPELINES_REDUCE_ONCE as PIPELINES_REDUCE_ONCE
 from nvme_offload.optim.zero.sharding import shard_with_precision
 from tests.support import build
+from tests.support.sharded_model import gathered
 from tests.support.training import Twin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,10 +52,6 @@ def section(keys, stage, path=None):
     return build.section(path, stage=stage, accumulation=MICRO_BATCHES, adamw=HYPERPARAMETERS, **keys)
 
 
-def whole(tensors):
-    return {name: value.full_tensor().clone() for name, value in tensors.items()}
-
-
 def train_engine(rank, keys, stage):
     """Losses of this rank, gradients of the first step, parameters at the end; whole ones."""
     losses = []
@@ -66,9 +63,9 @@ def train_engine(rank, keys, stage):
                 engine.backward(loss)
                 losses.append(loss.item())
                 if step == 0 and micro == MICRO_BATCHES - 1:
-                    grads = whole({name: p.grad for name, p in engine.module.named_parameters()})
+                    grads = gathered({name: p.grad for name, p in engine.module.named_parameters()})
                 engine.step()
-        return losses, grads, whole(dict(engine.module.named_parameters()))
+        return losses, grads, gathered(dict(engine.module.named_parameters()))
 
 
 def train_pipeline(mesh, keys, stage):
@@ -96,10 +93,10 @@ def train_pipeline(mesh, keys, stage):
                 schedule.step(target=targets, losses=seen)
                 losses += [loss.item() * (MICRO_BATCHES / scale) for loss in seen]
             if step == 0:
-                grads = whole({f"{index}.{name}": p.grad for name, p in module.named_parameters()})
+                grads = gathered({f"{index}.{name}": p.grad for name, p in module.named_parameters()})
             optimizer.try_step(scale)
             optimizer.zero_grad()
-        return losses, grads, whole({f"{index}.{name}": p for name, p in module.named_parameters()})
+        return losses, grads, gathered({f"{index}.{name}": p for name, p in module.named_parameters()})
 
 
 def _micro_batches(step, rank):
