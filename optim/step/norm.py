@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload._torch_private import is_dtensor
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.optim.kernels import KernelPool, ordered_sum
 from nvme_offload.optim.layout.flat import PartitionStandIn
@@ -79,7 +79,7 @@ def total_norm(
 
 def _sharding_of(leaf: torch.Tensor) -> _Sharding | None:
     """Return the mesh of a sharded parameter, and which of its dimensions it is sharded over."""
-    if not isinstance(leaf, DTensor):
+    if not is_dtensor(leaf):
         return None
     return leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
 
