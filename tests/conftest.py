@@ -124,7 +124,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process without a launcher, and without a process group afterwards."""
     import torch.distributed as dist  # not before OMP_WAIT_POLICY is set
 
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
     if dist.is_initialized():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,16 +12,12 @@ EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 
 
 @pytest.fixture
-def train_large(monkeypatch):
+def train_large(alone):
     """The script as a module, in a process without a launcher."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("train_large", EXAMPLES / "train_large.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return module
 
 
 def arguments(folder, *more):

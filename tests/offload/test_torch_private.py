@@ -61,7 +61,7 @@ from nvme_offload.offload._torch_private import (
     written_arguments,
     written_tensors,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import be_alone, run_ranks
 
 aten = torch.ops.aten
 
@@ -288,13 +288,13 @@ def look_at_backwards_left(mesh):
 
 
 def test_a_forward_is_counted_until_its_backward_comes(alone):
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    be_alone()
     look_at_backwards_left(init_device_mesh("cpu", (1,)))
 
 
 def test_hook_outputs(alone):
     """Each tensor is hooked once, whoever finds it; modules that are gathered together have one state."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    be_alone()
     modules = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
     known, hidden = (torch.zeros(1, requires_grad=True) * 1 for _ in range(2))
     fully_shard(modules, mesh=init_device_mesh("cpu", (1,)))
@@ -305,7 +305,7 @@ def test_hook_outputs(alone):
 
 
 def test_one_rank_computes_on_its_shards(alone):
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    be_alone()
     look_at_one_rank(init_device_mesh("cpu", (1,)))
 
 

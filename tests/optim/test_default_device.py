@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW, get_full_param, initialize
+from tests.support import tiers
 from tests.support.training import assert_same_bits, params_of, section, set_grads
 
 
@@ -40,13 +41,7 @@ def test_an_optimizer_under_a_default_device(drive, on_nvme):
 
 @pytest.mark.usefixtures("alone")
 def test_an_engine_under_a_default_device(drive):
-    tier = {"device": "nvme", "nvme_path": str(drive)}
-    config = {
-        "zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": tier},
-        "offload_gradients": tier,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-    }
+    config = tiers.section(drive, **tiers.EVERYTHING, accumulation=1)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
     batch = torch.randn(4, 32)
     with default_device("meta"), initialize(model, config) as engine:

@@ -318,32 +318,6 @@ def test_toml_and_json_say_the_same(tmp_path):
     assert OffloadConfig.from_file(str(as_json)) == config
 
 
-SECTIONS = st.fixed_dictionaries(
-    {"gradient_clipping": st.floats(0, 1e300)},
-    optional={
-        "aio": st.fixed_dictionaries(
-            {},
-            optional={
-                "engine": st.sampled_from(["auto", "io_uring", "pyuring", "aiofiles"]),
-                "block_size": st.integers(1, 2**18).map(lambda pages: pages * 4096),
-                "queue_depth": st.integers(1, 4096),
-                "direct": st.sampled_from(["required", "optional", "disabled"]),
-                "checksums": st.booleans(),
-                "path_weights": st.just([1, 2.5]),
-            },
-        )
-    },
-)
-
-
-@given(SECTIONS)
-def test_round_trip(section):
-    data = section | optimizer(device="nvme", nvme_path=["/a", "/b"])
-    config = OffloadConfig.from_dict(data)
-    assert OffloadConfig.from_dict(config.model_dump()) == config
-    assert OffloadConfig.from_dict(json.loads(config.model_dump_json())) == config
-
-
 @pytest.mark.parametrize(
     ("name", "text", "pattern"),
     [
@@ -354,19 +328,19 @@ def test_round_trip(section):
         ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
         ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
         ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml"; name the file \.json or \.toml'),
+        ("a.json", b"\xff\xfe\xfa", r"a\.json: .*utf-8"),
+        # what Python itself stumbles over
+        ("deep.json", "[" * 200_000, "deep.json: .*nested too deeply"),
+        ("deep.toml", "a = " + "[" * 100_000, "deep.toml: .*nested too deeply"),
+        ("digits.json", '{"gradient_clipping": ' + "9" * 5000 + "}", "digits.json: .*5000 digits"),
+        ("digits.toml", "gradient_clipping = " + "9" * 5000, "digits.toml: .*5000 digits"),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_bad_file_names_file_and_place(tmp_path, name, text, pattern):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=pattern):
-        OffloadConfig.from_file(path)
-
-
-def test_file_that_is_not_text(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match=r"a\.json: .*utf-8"):
         OffloadConfig.from_file(path)
 
 
@@ -544,18 +518,3 @@ def inside(levels):
 def test_values_that_python_itself_stumbles_over_are_named(data, words):
     with pytest.raises(ConfigError, match=words):
         OffloadConfig.from_dict(data)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("deep.json", "[" * 200_000, "nested too deeply"),
-        ("deep.toml", "a = " + "[" * 100_000, "nested too deeply"),
-        ("digits.json", '{"gradient_clipping": ' + "9" * 5000 + "}", "5000 digits"),
-        ("digits.toml", "gradient_clipping = " + "9" * 5000, "5000 digits"),
-    ],
-)
-def test_files_that_python_itself_stumbles_over_are_refused(tmp_path, name, text, words):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=rf"{name}: .*{words}"):
-        OffloadConfig.from_file(tmp_path / name)

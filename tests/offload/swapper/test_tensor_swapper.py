@@ -1,7 +1,6 @@
 """Same shape, dtype and bits come back, in the order of the calls, from every engine; misuse is said in words."""
 
 import gc
-import json
 import time
 import weakref
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from nvme_offload import ClosedError, ConfigError, EngineUnavailable, FaultSpec, OffloadConfig, TensorSwapper
-from tests.support.own_resources import Resources
-from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
+from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -279,15 +277,6 @@ def test_the_device_must_be_nvme():
             TensorSwapper(config)
 
 
-def test_the_config_may_be_a_file_or_an_object(tmp_path):
-    file = tmp_path / "offload.json"
-    file.write_text(json.dumps(config_for(tmp_path)))
-    for config in (file, str(file), OffloadConfig.from_file(file)):
-        with TensorSwapper(config) as swapper:
-            swapper.swap_out("x", torch.ones(5))
-            assert swapper.swap_in("x").wait(PATIENCE).sum() == 5
-
-
 def test_after_close_every_call_says_so(swapper, tmp_path):
     tensor = random_bits((300_000,))
     out = swapper.swap_out("x", tensor)
@@ -303,16 +292,3 @@ def test_after_close_every_call_says_so(swapper, tmp_path):
         with pytest.raises(ClosedError, match="TensorSwapper is closed"):
             call()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_threads_and_descriptors_are_gone_after_close(tmp_path):
-    def use():
-        with TensorSwapper(config_for(tmp_path)) as swapper:
-            swapper.swap_out("x", torch.zeros(10))
-            swapper.swap_in("x").wait(PATIENCE)
-
-    use()
-    before = Resources.steady()
-    for _ in range(5):
-        use()
-    assert not Resources.settled(before).beyond(before)

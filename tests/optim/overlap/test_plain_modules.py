@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import OffloadAdamW, StateError, SwapIOError
 from tests.support.failing_drive import Failing, Op
+from tests.support.ranks import be_alone
 from tests.support.tiers import Model, loss_of, section, slow_updates
 from tests.support.training import assert_same_bits, snapshot
 
@@ -176,18 +176,6 @@ def test_an_optimizer_that_is_dropped_before_its_step_is_gone(tmp_path):
     raise AssertionError("its thread holds it")
 
 
-def test_what_changes_a_gradient_between_backward_and_step_is_noticed(tmp_path):
-    model, optimizer = make(tmp_path, "backward")
-    with optimizer:
-        train_step(model, optimizer, 0)
-        loss_of(model, 1).backward()
-        worker = optimizer.store.worker
-        worker.wait_until(lambda: optimizer.store.record.done == optimizer.stats().num_subgroups)
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(StateError, match="gradients that have changed since"):
-            optimizer.step()
-
-
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
 def test_an_error_behind_a_step_is_raised_in_the_forward_and_can_be_made_good(tmp_path, monkeypatch, op):
     ends = []
@@ -321,7 +309,7 @@ def test_a_model_that_is_compiled_later_waits_and_one_that_is_compiled_already_i
 def test_copies_of_a_model_in_a_process_group_wait_from_the_first_step_on(alone, tmp_path):
     """Until then such an optimizer holds no parameter: somebody may shard the model."""
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    be_alone()
     with OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(tmp_path, None)) as optimizer:
         optimizer.overlap_with(model)
         for _ in range(2):

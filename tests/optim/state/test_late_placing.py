@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from nvme_offload import ConfigError, OffloadAdamW, OutOfSpaceError
+from tests.support.ranks import be_alone
 from tests.support.training import assert_same_bits, params_of, section, set_grads, snapshot, take_steps
 
 GIVEN = [(1000,), (70_000,), (3, 5)]
@@ -107,16 +107,8 @@ def test_construction_and_place_name_a_disk_that_is_too_full(make_adamw, drive, 
     assert optimizer.stats().state_bytes > 0
 
 
-@pytest.fixture
-def process_group():
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_parameters_that_may_be_sharded_yet_are_let_go(make_adamw, drive):
+def test_parameters_that_may_be_sharded_yet_are_let_go(alone, make_adamw, drive):
+    be_alone()
     params = params_of(GIVEN, torch.float32)
     references = [weakref.ref(p) for p in params]
     optimizer = make_adamw(params)
@@ -134,8 +126,8 @@ def test_parameters_that_may_be_sharded_yet_are_let_go(make_adamw, drive):
     assert_same_bits(trained(optimizer, others), trained(make_adamw(twins, "cpu"), twins))
 
 
-@pytest.mark.usefixtures("process_group")
-def test_block_tiers_wait_for_shards_where_there_may_be_some(drive):
+def test_block_tiers_wait_for_shards_where_there_may_be_some(alone, drive):
+    be_alone()
     nvme = {"device": "nvme", "nvme_path": str(drive)}
     config = section(drive) | {"zero_optimization": {"offload_optimizer": nvme, "offload_param": nvme}}
     params = params_of(GIVEN, torch.float32)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -27,18 +26,8 @@ from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
 from tests.perf.documents import write_bench
 
-TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 4
+TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 2
 MACHINE = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=100 * GiB, flops=1e11)
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """This process without a launcher and, afterwards, without a process group."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def llama(**changes):
