@@ -34,14 +34,14 @@ from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.ranks import run_ranks
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state, gathered
 
 
 def everything(engine):
     """Also the gradients."""
     engine._drop_gathered()
-    grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters() if p.grad is not None}
-    return {**full_state(engine.module, engine.optimizer), **{f"{name}.grad": grad for name, grad in grads.items()}}
+    grads = {f"{name}.grad": p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
+    return full_state(engine.module, engine.optimizer) | gathered(grads)
 
 
 def whole(tensor):

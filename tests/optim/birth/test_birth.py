@@ -18,7 +18,7 @@ from tests.support.sharded_model import VOCABULARY, Model, assert_same, full_sta
 from tests.support.small_engine import BF16, backward, section
 from tests.support.training import run_child
 
-STEPS = 5
+STEPS = 2
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 TOKENS = torch.arange(20).view(2, 10)
 

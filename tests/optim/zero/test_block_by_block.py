@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -75,6 +75,12 @@ def train(config, steps=3, rank=0, model=None, loss_of=loss_of, **shape):
     with initialize(model(), config) if model else make(config, **{"num_layers": 3, **shape}) as engine:
         seen = [step_of(engine, number, rank, loss_of) for number in range(steps)]
         return full_state(engine.module, engine.optimizer), seen
+
+
+@cache
+def of_the_loop(count, steps, num_layers=3, **more):
+    """What the plain loop gives with nothing on NVMe."""
+    return train(config_of(None, "horizontal", count, **more), steps, num_layers=num_layers)
 
 
 def compare(first, second):
@@ -168,7 +174,7 @@ def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
 @pytest.mark.parametrize("orders", [("horizontal", "vertical"), ("vertical", "horizontal")], ids="-".join)
 @pytest.mark.parametrize("half", [2, pytest.param(5, marks=SLOW)])
 def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders, half):
-    wanted = train(config_of(None, "horizontal", 3), 2 * half)
+    wanted = of_the_loop(3, 2 * half)
     seen = []
     (tmp_path / "drive").mkdir()
     for part, order in enumerate(orders):
@@ -254,7 +260,7 @@ def test_a_guess_in_backward_is_taken_back_where_the_step_clips(alone, tmp_path,
 )
 def test_steps_of_a_durable_run_are_hidden_too(alone, tmp_path, order, overlap, every):
     """Between two rewritings of its state the gradients are in its log."""
-    wanted = train(config_of(None, "horizontal", 3, **PLAIN), 8)
+    wanted = of_the_loop(3, 8, **PLAIN)
     config = config_of(tmp_path, order, 3, **BACKWARD | {"overlap_step": overlap}, **EVERYTHING)
     durable = {"durable": True, "rewrite_every": every, "staging_budget": "4MiB"}
     config["zero_optimization"]["offload_optimizer"] |= durable
@@ -651,7 +657,7 @@ class Trouble:
 )
 def test_after_an_exception_in_a_block_the_step_is_done_again(alone, tmp_path, order, error, at):
     """In block order calls 1 to 9 of the blocks are those of forward, 10 to 18 those of backward."""
-    wanted = train(config_of(None, "horizontal", 3), 2)
+    wanted = of_the_loop(3, 2)
     with make(config_of(tmp_path, order, 3, **EVERYTHING), num_layers=3) as engine:
         seen = [step_of(engine, 0)]
         trouble = Trouble(at, error)
@@ -688,7 +694,7 @@ def go_on(engine, number):
 )
 def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, kind, op, first):
     """Each time another micro-batch enters a block."""
-    wanted = train(config_of(None, "horizontal", 3), 2, num_layers=6)
+    wanted = of_the_loop(3, 2, num_layers=6)
     config = config_of(tmp_path, "vertical", 3, **EVERYTHING)
     config["activations"] = {"device": "nvme", "nvme_path": str(tmp_path), "host_budget": "8KiB", "min_bytes": 0}
     with make(config, num_layers=6) as engine:
@@ -735,7 +741,7 @@ def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path,
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(alone, tmp_path, monkeypatch, name):
     """Steps that hide updates in backward, of a model with tied ends, differ from the loop's, or are refused."""
-    wanted = train(config_of(None, "horizontal", 2, **PLAIN), 3)
+    wanted = of_the_loop(2, 3, **PLAIN)
     MISTAKES[name](monkeypatch)
     with pytest.raises((AssertionError, BlockOrderError, StateError)):
         compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), 3))
