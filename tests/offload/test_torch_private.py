@@ -220,8 +220,25 @@ def where_shards_begin(rank, world_size):
     return shard_offsets(module.weight), shard_offsets(module.bias)
 
 
-def test_shard_offsets():
-    assert run_ranks(where_shards_begin, 2) == [((0, 0), (0,)), ((3, 0), (3,))]
+def leave_a_word(rank, world_size):
+    store = store_of_all_ranks()
+    store.set(f"word of {rank}", "hello")
+    return store.get(f"word of {1 - rank}")
+
+
+def look_at_two_ranks(rank, world_size):
+    look_at_fsdp(rank, world_size)
+    return where_shards_begin(rank, world_size), leave_a_word(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(once):
+    """What FSDP2 does with a shard that was given to it is looked at there."""
+    return once("torch private", lambda _: run_ranks(look_at_two_ranks, 2))
+
+
+def test_shard_offsets(two_ranks):
+    assert [begin for begin, _ in two_ranks] == [((0, 0), (0,)), ((3, 0), (3,))]
 
 
 def test_what_the_metadata_of_a_stock_checkpoint_refers_to(tmp_path):
@@ -309,10 +326,6 @@ def test_one_rank_computes_on_its_shards(alone):
     look_at_one_rank(init_device_mesh("cpu", (1,)))
 
 
-def test_fsdp2_gathers_what_was_installed():
-    run_ranks(look_at_fsdp, 2)
-
-
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert local_tensor(tensor) is tensor
@@ -320,14 +333,8 @@ def test_local_tensor_of_a_plain_tensor_is_itself():
     assert not is_fsdp(torch.nn.Linear(1, 1))
 
 
-def leave_a_word(rank, world_size):
-    store = store_of_all_ranks()
-    store.set(f"word of {rank}", "hello")
-    return store.get(f"word of {1 - rank}")
-
-
-def test_store_of_all_ranks():
-    assert run_ranks(leave_a_word, 2) == [b"hello", b"hello"]
+def test_store_of_all_ranks(two_ranks):
+    assert [word for _, word in two_ranks] == [b"hello", b"hello"]
 
 
 def test_not_compiled():
@@ -484,11 +491,8 @@ def test_attention_and_its_arguments():
     assert argument_of(op, "dropout_p", (query, query, query), {"dropout_p": 0.5}, 0.0) == 0.5
 
 
-def test_gathered_params():
-    run_ranks(_gather_and_look, 1)
-
-
-def _gather_and_look(rank, world_size):
+def test_gathered_params(alone):
+    be_alone()
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     for layer in model:
         fully_shard(layer)

@@ -31,6 +31,7 @@ from nvme_offload.offload.config.section import AioConfig
 from nvme_offload.offload.units import GiB
 from scripts import configuration_page
 from tests.offload.config.test_config_engine import BAD_OF_ENGINE
+from tests.offload.config.test_deepspeed_sections import ALL_KEYS
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -375,11 +376,12 @@ def test_committed_page_and_schema_are_the_generated_ones():
 
 
 def test_page_lists_every_key():
+    """Of ours, and of DeepSpeed's."""
     rows = [line.split(" | ")[0] for line in configuration_page.page().splitlines() if line.startswith("| `")]
     listed = [name.strip("`").split(": ")[0] for row in rows for name in re.findall(r"`[^`]+`", row)]
     tables = [(*m.model_fields, *m.IGNORED, *m.ONLY, *m.REFUSED) for _, m in sections(OffloadConfig)]
     keys = [prefix + name for (prefix, _), names in zip(sections(OffloadConfig), tables, strict=True) for name in names]
-    assert set(keys) <= set(listed)
+    assert {*keys, *ALL_KEYS} <= set(listed)
 
 
 def test_page_says_where_a_word_means_something_besides_numbers():

@@ -204,43 +204,6 @@ def check_exports(folder, state, dtype):
     assert kinds == {dtype, torch.float32}
 
 
-def by_hand_in_plain_pytorch(mode):
-    """No engine: a 16-bit model with fp32 parts and casts in its code; losses and gradients of the first step."""
-    model = fresh_model(casts=True)
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and not name.endswith(("router", "head")):
-                for param in module.parameters(recurse=False):
-                    param.data = rounded(param.data, DTYPES[mode])
-            elif isinstance(module, Block):
-                module.mix.data = rounded(module.mix.data, DTYPES[mode])
-    losses = []
-    for micro in range(ACCUMULATION):
-        loss = loss_of(model, 0, 0, micro)
-        (loss * (256 / ACCUMULATION if mode == "fp16" else 1 / ACCUMULATION)).backward()
-        losses.append(loss.item())
-    return losses, {name: param.grad for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_those_of_plain_pytorch(alone, mode):
-    expected_losses, expected = by_hand_in_plain_pytorch(mode)
-    losses = []
-    with initialize(fresh_model(), section(mode, **KEPT)) as engine:
-        for micro in range(ACCUMULATION):
-            if micro:
-                engine.step()
-            loss = loss_of(engine, 0, 0, micro)
-            engine.backward(loss)
-            losses.append(loss.item())
-        assert losses == expected_losses
-        for name, param in engine.module.named_parameters():
-            grad = param.grad.full_tensor()
-            is_fp32 = any(part in name for part in ("norm", "router", "decay", "head"))
-            assert grad.dtype is (torch.float32 if is_fp32 else DTYPES[mode])
-            torch.testing.assert_close(grad, expected[name], rtol=0, atol=0)
-
-
 def test_the_plan_prints_and_exports(alone, tmp_path):
     more = {"gradient_accumulation_dtype": "fp32", **KEPT}
     with initialize(fresh_model(), section("bf16", path=tmp_path, **more)) as engine:

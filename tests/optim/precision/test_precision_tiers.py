@@ -11,6 +11,7 @@ from scripts.precision_tables import MODES, Combination
 from tests.support.precision import HYPERPARAMETERS, SCALE, WIDTH, batch, fresh_model, loss_of, reference_of
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
+from tests.support.tiers import section as tiers_section
 
 PRECISIONS = (*MODES, "by hand")
 TIERS = {  # what is on NVMe
@@ -58,21 +59,11 @@ def model_of(precision):
 
 
 def section(precision, tier, accumulation, path):
-    nvme = {"device": "nvme", "nvme_path": str(path), "buffer_count": 2}
-    on_nvme = TIERS.get(tier, set())
+    places = dict.fromkeys(TIERS.get(tier, ()), "nvme")
     keys = MODES["bf16" if precision == "by hand" else precision]
-    return {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {**(nvme if "state" in on_nvme else {"device": "cpu"}), "staging_budget": "2MiB"},
-            **({"offload_param": nvme} if "param" in on_nvme else {}),
-        },
-        **({"offload_gradients": nvme} if "grads" in on_nvme else {}),
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": HYPERPARAMETERS},
-        **keys,
-        "fp16": {"loss_scale": SCALE, **keys.get("fp16", {})},
-    }
+    config = tiers_section(path, **places, accumulation=accumulation) | {"gradient_clipping": 0.0, "bf16": {}} | keys
+    config["optimizer"] = {"type": "AdamW", "params": HYPERPARAMETERS}
+    return config | {"fp16": {"loss_scale": SCALE, **keys.get("fp16", {})}}
 
 
 def train(rank, engine, steps):

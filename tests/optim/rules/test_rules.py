@@ -331,7 +331,6 @@ def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(cases, d
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.skipif(len(NAMES) < 2, reason="there is one optimizer")
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     optimizers = [{"optimizer": {"type": case.name, "params": case.section_params}} for case in NAMES.values()]
     with fresh_engine("fp32", **optimizers[0]) as engine:

@@ -78,20 +78,20 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
 def test_the_faster_order_of_micro_batches_is_written_where_rates_are_known(model, tmp_path, flops, order, said):
     """Without them "auto" decides alike in a run and in its plan."""
     rates = ("--bench", str(write_bench(tmp_path / "bench.json")), *(("--flops", flops) if flops else ()))
-    done, section = init(model, tmp_path, "--host-memory", "4GiB", "--micro-batches", "8", *rates)
+    done, section = init(model, tmp_path, "--host-memory", "4GiB", "--micro-batches", "3", *rates)
     assert done.exit_code == 0, done.output
-    assert (section["gradient_accumulation_steps"], section.get("micro_batch_order")) == (8, order)
+    assert (section["gradient_accumulation_steps"], section.get("micro_batch_order")) == (3, order)
     more = ("--model", str(model), "--tokens", "128", "--host-memory", "4GiB", *rates)
     words = []
-    for given in ("--config", str(tmp_path / "offload.json")), ("--micro-batches", "8"):
+    for given in ("--config", str(tmp_path / "offload.json")), ("--micro-batches", "3"):
         planned = CliRunner().invoke(app, ["plan", *more, *given]).output
         assert said in planned
         words.append([line for line in planned.splitlines() if "micro_batch_order:" in line])
     assert words[0] == words[1]
     config = OffloadConfig.from_dict(section)
     assert config.goes_by_blocks == (order != "horizontal")
-    assert config.rounds == (8 if order == "horizontal" else 1)
-    both = CliRunner().invoke(app, ["plan", *more, "--config", str(tmp_path / "offload.json"), "--micro-batches", "8"])
+    assert config.rounds == (3 if order == "horizontal" else 1)
+    both = CliRunner().invoke(app, ["plan", *more, "--config", str(tmp_path / "offload.json"), "--micro-batches", "3"])
     assert both.exit_code == 2
     assert "leave out --micro-batches" in both.output
 
