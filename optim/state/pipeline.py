@@ -128,10 +128,12 @@ class StepPipeline:
             return self._at_home(slot, memory)
         while slot.buffer is None or slot.transfer is not None:
             with self._meter.waiting("staging buffers" if slot.buffer is None else "drive"):
-                if any(other.transfer for other in self.residents):
-                    self._await_completion()
-                else:  # every buffer holds state that could not be written
+                if for_change and self.is_quiet:
+                    self.start_writes()  # which let reads go first that have ended by now
+                if self.is_quiet:  # every buffer holds state that could not be written
                     self._take_spare_buffer(slot, load)
+                else:
+                    self._await_completion()
                 self._settle_finished(slot)
                 self._read_ahead(window, load)
         if slot.residency is Residency.UNBORN:

@@ -148,6 +148,26 @@ def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, mo
         assert not [slot for slot in store.pipeline.residents if slot.residency.name == "DIRTY"]
 
 
+def test_who_waits_for_a_buffer_has_written_what_let_reads_go_first(alone, tmp_path):
+    """Two reads are under way when the third buffer is changed; when they have ended, nothing else begins its write."""
+    config = config_of(tmp_path, None, accumulation=1)
+    config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 3, "staging_budget": "3MiB"}
+    with make(config, num_layers=LAYERS, width=129) as engine:
+        train_step(engine, 0)
+        optimizer, pipeline = engine.optimizer, engine.optimizer.store.pipeline
+        optimizer.synchronize()
+        with optimizer.store.worker.kept_away():
+            changed, *ahead, wanted = optimizer.store.slots[:4]
+            pipeline.drop_copies()
+            pipeline.acquire([changed], 0)
+            with pipeline.reads_first():
+                pipeline.acquire([changed, *ahead], 0)
+                pipeline.will_change(changed)
+                pipeline.release(changed)
+                pipeline.acquire([wanted, *ahead], 0)
+            assert len(pipeline.residents) == pipeline.pool.num_buffers, "no buffer beside those of the pool"
+
+
 def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_update(alone, tmp_path):
     with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
         train_step(engine, 0)
