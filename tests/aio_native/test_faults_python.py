@@ -62,17 +62,6 @@ def test_every_byte_is_moved_once_whatever_comes_back(sizes, draw):
     assert requests.stats(0).bytes_read == len(moved)
 
 
-def test_a_short_transfer_goes_on_at_a_multiple_of_the_alignment():
-    requests = queue_of((Op.READ, 1024))
-    request = take(requests)
-    requests.complete(request, 700)
-    again = take(requests)
-    assert (again.offset, again.address, again.size_bytes) == (512, 512, 512)
-    requests.complete(again, 512)
-    assert only_failure(requests) is None
-    assert requests.stats(0).retries == 1
-
-
 @pytest.mark.parametrize(("result", "code"), [(-errno.EAGAIN, errno.EAGAIN), (255, errno.ENODATA)])
 def test_attempts_without_progress_are_counted(result, code):
     requests = queue_of((Op.READ, 1024))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nvme_offload import ClosedError, ConfigError, EngineUnavailable, FaultSpec, OffloadConfig, TensorSwapper
-from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, random_bits, same_bits, swap_file
+from tests.support.own_resources import Resources
+from tests.support.swapper_tools import DTYPES, PATIENCE, KiB, config_for, random_bits, same_bits, swap_file
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -292,3 +293,16 @@ def test_after_close_every_call_says_so(swapper, tmp_path):
         with pytest.raises(ClosedError, match="TensorSwapper is closed"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_and_descriptors_are_gone_after_close(tmp_path):
+    def use():
+        with TensorSwapper(config_for(tmp_path)) as swapper:
+            swapper.swap_out("x", torch.zeros(10))
+            swapper.swap_in("x").wait(PATIENCE)
+
+    use()
+    before = Resources.steady()
+    for _ in range(5):
+        use()
+    assert not Resources.settled(before).beyond(before)
