@@ -11,6 +11,7 @@ Nothing else costs time here, so a run cannot be much quicker: a bound to measur
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 
 from nvme_offload.optim.state.visits import leaving, may_write, window_of
@@ -29,36 +30,37 @@ from nvme_offload.optim.step.schedule import (
 )
 from nvme_offload.perf.plan.iteration import PARTS, IterationTime, Part, Work
 
-_WARM_UP_ITERATIONS, _COUNTED_ITERATIONS = 2, 4  # the second is even: directions alternate
-_SAME_MOMENT = 1e-12
+_WARM_UP, _FEWEST, _MOST = 2, 4, 6  # iterations that do not count, and iterations; even, where directions alternate
+_SAME_MOMENT, _SAME = 1e-12, 1e-9
 
 
 def iteration_time(work: Work, overlap_step: OverlapStep) -> IterationTime:
     """Go through some iterations and give the mean of the last of them."""
-    (begun, before, _), (ended, after, _) = _ends(work, overlap_step)
+    (begun, before, _), (ended, after, _), count = _ends(work, overlap_step)
     return IterationTime(
         work=work,
         overlap_step=overlap_step,
-        seconds=(ended - begun) / _COUNTED_ITERATIONS,
-        waiting={part: (after[part] - before[part]) / _COUNTED_ITERATIONS for part in PARTS},
+        seconds=(ended - begun) / count,
+        waiting={part: (after[part] - before[part]) / count for part in PARTS},
     )
 
 
 def reads_of(work: Work, overlap_step: OverlapStep) -> dict[int, float]:
     """Return how often an average iteration reads the state of each subgroup that it does not find in a buffer."""
-    (*_, before), (*_, after) = _ends(work, overlap_step)
-    return {i: (count - before[i]) / _COUNTED_ITERATIONS for i, count in after.items()}
+    (*_, before), (*_, after), count = _ends(work, overlap_step)
+    return {i: (reads - before[i]) / count for i, reads in after.items()}
 
 
 _End = tuple[float, dict[Part, float], Counter[int]]
 """An iteration ended then; so many seconds were waited in each part by then, and each subgroup was read so often."""
 
 
-def _ends(work: Work, overlap_step: OverlapStep) -> tuple[_End, _End]:
-    """Return the end of the last iteration that does not count, and of the last."""
+@lru_cache(maxsize=8)  # schedules that come to the same, and a section that was compared before it is planned
+def _ends(work: Work, overlap_step: OverlapStep) -> tuple[_End, _End, int]:
+    """Return the end of the last iteration that does not count, that of the last one, and how many count."""
     model = _Model(work, overlap_step)
-    model.run(_WARM_UP_ITERATIONS + _COUNTED_ITERATIONS)
-    return model.ends[_WARM_UP_ITERATIONS - 1], model.ends[-1]
+    model.run(_MOST)
+    return model.ends[_WARM_UP - 1], model.ends[-1], len(model.ends) - _WARM_UP
 
 
 class _Clock:
@@ -272,7 +274,7 @@ class _Model:
         self._num_passes = self._num_asked = self._num_arrived = 0
 
     def run(self, iterations: int) -> None:
-        """Simulate so many iterations."""
+        """Simulate so many iterations, or fewer where the rest would be the same."""
         training = self._train(iterations)
         wanted: Callable[[], bool] | None = None
         computing = True
@@ -320,6 +322,15 @@ class _Model:
             if self._overlap == "off":
                 yield from self._wait("step", lambda: not self._worker.step.pending)
             self.ends.append((self._clock.now, self._waited.copy(), self._worker.buffers.reads.copy()))
+            if len(self.ends) == _FEWEST and self._is_steady():
+                return
+
+    def _is_steady(self) -> bool:
+        """Whether the last iteration was as the one before it, or two before it where directions alternate."""
+        period = 2 if self._overlap == "off" else 1
+        (begun, _, before), (ended, _, after) = self.ends[-2:]
+        (earlier, _, first), (then, _, second) = self.ends[-2 - period :][:2]
+        return abs(ended - begun - (then - earlier)) <= _SAME * ended and after - before == second - first
 
     def _wait_for_updates(self, group: int) -> Iterator[Callable[[], bool]]:
         own, step = self._of_group[group], self._worker.step
