@@ -14,25 +14,11 @@ from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import page
 from nvme_offload.perf.measure.workloads import Sample
 
-HEAD = (
-    "rw",
-    "GB/s",
-    "min",
-    "max",
-    "IOPS",
-    "depth",
-    "request ms",
-    "transfer ms p50",
-    "p99",
-    "p99.9",
-    "longest",
-    "CPU s/GB",
-)
+FIGURES = "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "longest", "CPU s/GB"
+HEAD = "rw", *FIGURES
 PERCENTILES = (50, 95, 99, 99.9, 100)
-LEAST_PASSES, LEAST_DROP = (
-    8,
-    0.2,
-)  # a drive became slow: by this share from the first quarter of so many passes to the last
+LEAST_PASSES = 8
+LEAST_DROP = 0.2  # share; a drive became slow if it fell by it from the first quarter of so many passes to the last
 
 
 def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
