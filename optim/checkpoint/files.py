@@ -265,6 +265,7 @@ def find(root: Path, tag: str | None) -> Path | None:
         except ValueError as error:
             raise CheckpointError(latest, f"is damaged: {error}; name a tag") from None
     else:
+        tag = str(tag)  # a number too, as a save takes it
         check_tag(tag)
     for path in (root / tag, root / (tag + REPLACED)):  # the second: killed between two renames
         if path.is_dir():

@@ -104,6 +104,8 @@ def state_json(scalars: Scalars, contents: Contents) -> bytes:
 
 def objects_bytes(scalars: Scalars, client_state: Mapping[str, Any] | None) -> bytes:
     """Return the schedule and what the user adds as ``torch.save`` has them; ValueError if loading could run code."""
+    if not isinstance(client_state, Mapping | None):
+        raise ValueError(f"client_state is a {type(client_state).__name__}: write a dict, such as {{'epoch': 3}}")
     objects = {"client_state": dict(client_state or {}), "lr_scheduler": scalars.lr_scheduler}
     for name, value in objects.items():
         try:

@@ -291,12 +291,17 @@ def test_no_checkpoint_is_no_error_but_a_missing_one_is(engine, saved, tmp_path)
     with pytest.raises(CheckpointError, match="latest is damaged"):
         engine.load_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, "good")[1] == {}
+    engine.save_checkpoint(tmp_path, 12)  # scripts of DeepSpeed's do so
+    assert engine.load_checkpoint(tmp_path, 12)[0] == str(tmp_path / "12")
 
 
 def test_what_cannot_be_saved_is_refused_before_a_file_is_made(engine, tmp_path):
     root = tmp_path / "root"
     with pytest.raises(ValueError, match=r"client_state cannot be saved \(.*without running code"):
         engine.save_checkpoint(root, client_state={"model": Evil(tmp_path / "ran")})
+    for odd in ("epoch", [("epoch", 1)]):
+        with pytest.raises(ValueError, match=r"client_state is a (str|list): write a dict"):
+            engine.save_checkpoint(root, client_state=odd)
     for tag in ("", "a/b", "..", "latest", "x.partial", "x.replaced"):
         with pytest.raises(ValueError, match="must be the name of a folder"):
             engine.save_checkpoint(root, tag)
