@@ -76,17 +76,21 @@ def make(model, config):
     return OffloadAdamW(groups, lr=1e-2, offload=config)
 
 
+def _shards_of(mesh):
+    return mesh.size(mesh.ndim - 1)
+
+
 @torch.no_grad()
 def gathered(tensors):
-    """Values of these tensors, whole: of shards over one dimension, all in one collective, which takes little time."""
+    """Values of these tensors, whole: of shards, and of copies of them, all in one collective; it takes little time."""
     whole, pieces = dict(tensors), {}
     for name, value in tensors.items():
         if not isinstance(value, DTensor):
             continue
-        shard, size = value.to_local(), value.device_mesh.size()
-        if size == 1:
+        shard, size, (*copies, last) = value.to_local(), _shards_of(value.device_mesh), value.placements
+        if value.device_mesh.size() == 1:
             whole[name] = shard.clone()
-        elif value.placements != (Shard(0),) or value.device.type != "cpu":
+        elif last != Shard(0) or not all(copy.is_replicate() for copy in copies) or value.device.type != "cpu":
             whole[name] = value.full_tensor().clone()
         else:
             pieces[name] = torch.zeros(-(-len(value) // size), *value.shape[1:], dtype=value.dtype)
@@ -95,8 +99,8 @@ def gathered(tensors):
         return whole
     packed = torch.cat([piece.flatten().view(torch.uint8) for piece in pieces.values()])
     mesh = tensors[next(iter(pieces))].device_mesh
-    parts = [torch.empty_like(packed) for _ in range(mesh.size())]
-    dist.all_gather(parts, packed, mesh.get_group())
+    parts = [torch.empty_like(packed) for _ in range(_shards_of(mesh))]
+    dist.all_gather(parts, packed, mesh.get_group(mesh.ndim - 1))
     sizes = [piece.nbytes for piece in pieces.values()]
     for (name, piece), *of_ranks in zip(pieces.items(), *(part.split(sizes) for part in parts), strict=True):
         rows_of_ranks = [part.clone().view(piece.dtype).view(piece.shape) for part in of_ranks]

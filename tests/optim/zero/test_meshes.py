@@ -19,7 +19,7 @@ from nvme_offload import ConfigError, OffloadAdamW, initialize
 from tests.support import build
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state, gathered
 
 BF16 = {"bf16": {"enabled": True}}
 STEPS, CLIP, ADAMW = 2, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
@@ -46,9 +46,9 @@ def norm_beside(engine, dp_rank):
         if micro:
             engine.step()
         engine.backward(loss_of(engine(tokens), target))
-    whole = [param.grad.full_tensor().double() for param in engine.module.parameters()]
+    grads = gathered({name: param.grad for name, param in engine.module.named_parameters()})
     engine.step()
-    return engine.get_global_grad_norm(), math.sqrt(sum(grad.square().sum().item() for grad in whole))
+    return engine.get_global_grad_norm(), math.sqrt(sum(grad.double().square().sum().item() for grad in grads.values()))
 
 
 def hybrid(rank, path):
