@@ -19,14 +19,16 @@ from nvme_offload.perf.plan.prediction import Prediction, predict
 from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
+_MOST = 10**15  # torch counts bytes in 63 bits
+
 
 def _number(text: str) -> int:
     try:
         number = float(text.replace("_", "").replace(",", ""))
     except ValueError:
         number = nan
-    if number < 1 or not number.is_integer():
-        raise typer.BadParameter(f"{text!r} is no whole number, 1 or more; write 2e9 or 2000000000")
+    if not (1 <= number <= _MOST and number.is_integer()):
+        raise typer.BadParameter(f"{text!r} is no whole number from 1 to {_MOST:.0e}; write 2e9 or 2000000000")
     return int(number)
 
 

@@ -429,6 +429,7 @@ def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
                 ("--hidden", "-64", "no whole number"),
                 ("--layers", "2.9", "no whole number"),
                 ("--params", "nan", "no whole number"),
+                ("--params", "1e30", "no whole number from 1 to 1e+15"),
                 ("--bench", "bench.json", "rates of drives come from --bench, or"),
             )
         ),
