@@ -69,6 +69,11 @@ class Chooser:
             return choice
         return replace(choice, section=choice.section | {"micro_batch_order": order}, job=job, tiers=tiers)
 
+    def fits(self, shape: ModelShape) -> bool:
+        """Return whether any section lets a model be trained; the one that needs least memory is tried first."""
+        tried = (candidate.tried(self, shape) for candidate in reversed(self._candidates()))
+        return any(choice is not None and not choice.tiers.missing for choice in tried)
+
     def _candidates(self) -> "list[_Candidate]":
         """Sections from what moves least to what needs least memory."""
         drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
-from nvme_offload.perf.plan.prediction import Prediction, predict
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict, uses_nvme
 from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
@@ -84,7 +85,10 @@ def plan(
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Predict memory, traffic, time and wear of a training step."""
+    """Predict memory, traffic, time and wear of a training step.
+
+    It also says which model of such layers is the largest that fits.
+    """
     try:
         on_device = _device(device_memory, pcie)
         machine = Machine(
@@ -101,14 +105,14 @@ def plan(
         )
         shape = _shape(model, params, layers, hidden, vocab)
         chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, micro_batches)
-        choice, prediction = _planned(config, shape, chooser)
+        choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_document(prediction, choice)))
+        typer.echo(json.dumps(_document(prediction, choice, largest)))
     else:
-        show(prediction, choice, Console())
+        show(prediction, choice, largest, Console())
     if prediction.tiers.missing:
         raise typer.Exit(1)
 
@@ -122,19 +126,34 @@ def _device(memory: int | None, pcie: int | None) -> int | None:
     return memory or None
 
 
-def _planned(file: Path | None, shape: ModelShape, chooser: Chooser) -> tuple[ChosenSection | None, Prediction]:
-    """Return the section that is chosen where none is given, and what it comes to."""
+def _planned(
+    file: Path | None, shape: ModelShape, chooser: Chooser
+) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
+    """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so."""
+    machine, largest = chooser.machine, None
+    if file is not None and chooser.micro_batches > 1:
+        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
     if file is None:
         choice = chooser.choose(shape)
-        return choice, predict(choice.job, chooser.machine)
-    if chooser.micro_batches > 1:
-        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
-    return None, predict(chooser.job(file, shape), chooser.machine)
+        prediction = predict(choice.job, machine)
+        if machine.capacity is not None:
+            largest = largest_model(shape, chooser.fits, prediction.tiers)
+        return choice, prediction, largest
+    job = chooser.job(file, shape)
+    prediction = predict(job, machine)
+    if machine.capacity is not None or not uses_nvme(job.config):
+        largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine), prediction.tiers)
+    return None, prediction, largest
 
 
-def _document(prediction: Prediction, choice: ChosenSection | None) -> dict[str, Any]:
+def _document(prediction: Prediction, choice: ChosenSection | None, largest: ModelShape | None) -> dict[str, Any]:
+    found = largest and {
+        "parameters": largest.numel,
+        "layers": largest.num_layers,
+        "deepest": largest.num_layers <= MAX_LAYERS,
+    }
     chosen = {"section": choice.section, "why": choice.why} if choice is not None else {}
-    return {**chosen, **prediction.to_dict()}
+    return {**chosen, **prediction.to_dict(), "largest_model": found}
 
 
 def _shape(

@@ -5,11 +5,12 @@ again (`perf.plan.traffic`), so a plan says what a run will do, not what it migh
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_budget
@@ -23,10 +24,12 @@ from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, residents
 from nvme_offload.perf.plan.schedule import iteration_time, reads_of
+from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
 ACTIVATIONS = "kept activations"
 LEAST_GAIN = 0.97  # share of another section's time from which on one is taken for faster
+MAX_LAYERS = 2048  # no deeper model is looked for: of small layers, terabytes hold millions
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,32 @@ def fits(job: Job, machine: Machine) -> bool:
         return not tier_plan(PlacedJob(job, machine)).missing
     except ConfigError:  # more than the section's budget holds
         return False
+
+
+def uses_nvme(config: OffloadConfig) -> bool:
+    """Return whether anything of a section is on NVMe."""
+    zero = config.zero_optimization
+    tiers = zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device
+    return "nvme" in (*tiers, config.activations.device)
+
+
+def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: TierPlan) -> ModelShape | None:
+    """The deepest model of this kind of layer that fits; None where not even one layer does.
+
+    One that has more than `MAX_LAYERS` need not be the deepest. `tiers`, where the model itself has its place, says
+    where to begin: bytes go by the number of layers.
+    """
+    low, too_many = 0, MAX_LAYERS + 2
+    share = sum(tiers.budgets.values()) / max(1, sum(map(tiers.bytes_on, tiers.budgets)))
+    number = min(max(1, round(shape.num_layers * share)), MAX_LAYERS + 1)
+    step = 1 + number // 16
+    while too_many - low > 1:
+        low, too_many = (number, too_many) if fits(shape.with_layers(number)) else (low, number)
+        if low and too_many <= MAX_LAYERS + 1:
+            number = (low + too_many) // 2
+        else:
+            number, step = min(low + step, MAX_LAYERS + 1) if low else max(1, too_many - step), 2 * step
+    return shape.with_layers(low) if low else None
 
 
 def tier_plan(placed: PlacedJob) -> TierPlan:

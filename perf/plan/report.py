@@ -12,11 +12,12 @@ from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.account import GATHERED
 from nvme_offload.perf.plan.choosing import ChosenSection
-from nvme_offload.perf.plan.prediction import Prediction, faster_order, of_orders, predict
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
+from nvme_offload.perf.plan.shape import ModelShape
 
 
-def show(prediction: Prediction, chosen: ChosenSection | None, console: Console) -> None:
-    """Memory, traffic, time and wear, and the section where it was chosen for that."""
+def show(prediction: Prediction, chosen: ChosenSection | None, largest: ModelShape | None, console: Console) -> None:
+    """Memory, traffic, time and wear, the largest model that fits, and the section where it was chosen for that."""
     job, machine = prediction.job, prediction.machine
     shape = job.shape
     if chosen is not None:
@@ -33,7 +34,7 @@ def show(prediction: Prediction, chosen: ChosenSection | None, console: Console)
     console.print(_memory(prediction))
     if prediction.traffic:
         console.print(_traffic(prediction))
-    for line in _sentences(prediction):
+    for line in _sentences(prediction, largest):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -66,7 +67,7 @@ def _traffic(prediction: Prediction) -> Table:
     return table
 
 
-def _sentences(prediction: Prediction) -> Iterator[str]:
+def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[str]:
     time, machine = prediction.time, prediction.machine
     if time is None:
         needed = "--flops and, for what is on NVMe, --bench or --read-bw and --write-bw"
@@ -99,6 +100,14 @@ def _sentences(prediction: Prediction) -> Iterator[str]:
     for tier, missing in prediction.tiers.missing.items():
         yield f"DOES NOT FIT: {tier} is {format_bytes(missing)} too small for each rank"
         yield from _of_any_number_of_ranks(prediction, tier)
+    if largest is not None:
+        found = f"{largest.numel:,} parameters in {largest.num_layers} layers"
+        deep = largest.num_layers > MAX_LAYERS
+        yield f"Largest model of such layers that fits: {f'more than {MAX_LAYERS} layers' if deep else found}"
+    elif machine.capacity is None:
+        yield "Largest model that fits: not known; it needs --capacity"
+    else:
+        yield f"Not even one such layer fits on {machine.ranks} rank(s)"
 
 
 def _activations(prediction: Prediction) -> Iterator[str]:

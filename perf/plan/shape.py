@@ -54,6 +54,10 @@ class ModelShape:
         """Number of repeated layers."""
         return len(self.layers)
 
+    def with_layers(self, num_layers: int) -> ModelShape:
+        """A model of this shape with another number of layers; all are as large as the largest."""
+        return replace(self, layers=(max(self.layers, key=sum),) * num_layers)
+
     @classmethod
     def of_numbers(
         cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0

@@ -194,12 +194,31 @@ def test_a_trillion_parameters_on_thousands_of_ranks(tmp_path):
     assert document["days_of_life"] > 0
 
 
-def test_what_does_not_fit_has_status_1():
+def test_what_does_not_fit_has_status_1_and_the_largest_model_fits():
     numbers = "--layers 24 --hidden 2560 --host-memory 8GiB --tokens 256"
     result = plan(f"--params 2e9 {numbers} --capacity 10GB --json")
+    document = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["missing_per_rank"]["nvme"] > 0
-    assert plan(f"--params 1e9 {numbers} --capacity 10GB").exit_code == 0
+    assert document["missing_per_rank"]["nvme"] > 0
+    largest = document["largest_model"]["layers"]
+    layer = 2_000_000_000 // 24
+    assert plan(f"--params {largest * layer} {numbers} --layers {largest} --capacity 10GB").exit_code == 0
+    assert plan(f"--params {(largest + 1) * layer} {numbers} --layers {largest + 1} --capacity 10GB").exit_code == 1
+
+
+def test_the_search_for_the_largest_model_ends():
+    layer_numel = 10_000
+    small = f"--params {layer_numel * 12} --layers 12 --tokens 16 --host-memory 1TB --capacity 900TB"
+    assert "fits: more than 2048 layers" in plan(small).output
+    largest = json.loads(plan(f"{small} --json").stdout)["largest_model"]
+    assert largest == {"parameters": 2049 * layer_numel, "layers": 2049, "deepest": False}
+
+
+def test_a_host_budget_limits_the_largest_model(tmp_path):
+    config = section(tmp_path) | {"host_budget": "64MiB"}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    largest = json.loads(planned("--json", config, tmp_path).stdout)["largest_model"]
+    assert largest == {"parameters": 26 * 250_000, "layers": 26, "deepest": True}
 
 
 DRIVES = "--read-bw 48GB --write-bw 27.2GB"
