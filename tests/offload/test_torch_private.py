@@ -233,7 +233,7 @@ def look_at_two_ranks(rank, world_size):
 
 @pytest.fixture(scope="module")
 def two_ranks(once):
-    """What FSDP2 does with a shard that was given to it is looked at there."""
+    """Two ranks look at what FSDP2 does with a shard that was given to it, and return what they found."""
     return once("torch private", lambda _: run_ranks(look_at_two_ranks, 2))
 
 

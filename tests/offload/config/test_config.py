@@ -376,7 +376,7 @@ def test_committed_page_and_schema_are_the_generated_ones():
 
 
 def test_page_lists_every_key():
-    """Of ours, and of DeepSpeed's."""
+    """The page has our keys and DeepSpeed's."""
     rows = [line.split(" | ")[0] for line in configuration_page.page().splitlines() if line.startswith("| `")]
     listed = [name.strip("`").split(": ")[0] for row in rows for name in re.findall(r"`[^`]+`", row)]
     tables = [(*m.model_fields, *m.IGNORED, *m.ONLY, *m.REFUSED) for _, m in sections(OffloadConfig)]

@@ -79,7 +79,7 @@ def train(config, steps=3, rank=0, model=None, loss_of=loss_of, **shape):
 
 @cache
 def of_the_loop(count, steps, num_layers=3, **more):
-    """What the plain loop gives with nothing on NVMe."""
+    """Train in the plain loop with nothing on NVMe; return what came of it."""
     return train(config_of(None, "horizontal", count, **more), steps, num_layers=num_layers)
 
 

@@ -1,6 +1,7 @@
 """The engine around a model: real process groups, 1, 2 and 4 ranks, and one process without a launcher."""
 
 import contextlib
+import itertools
 import math
 import warnings
 
@@ -16,32 +17,46 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded_model import Model, assert_same, full_state
 from tests.support.small_engine import BF16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
 
+FP32_REDUCTION = {**BF16, "communication_data_type": "fp32"}
+
+
+def trained(engine, rank):
+    """Train four steps; return losses and the last norm."""
+    losses = []
+    for step in range(4):
+        losses += backward(engine, rank, step)
+        engine.step()
+    return losses, engine.get_global_grad_norm()
+
 
 def every_stage(rank, world_size, path):
-    """Losses, norm, state, and what this rank keeps of the parameters, by stage and tier; and stage 0 resumed."""
+    """Train at every stage and on both tiers; return for each losses, norm, state and what this rank keeps of the
+    parameters, then what stages 1 and 2 give with gradients summed in fp32, and the state of stage 0 resumed."""
     results = []
     drive = path / str(rank)
     for stage, nvme in ((0, None), (0, drive), (1, None), (1, drive), (2, None), (3, None)):
         with initialize(fresh_model(), section(stage, nvme, **BF16, gradient_clipping=0.0)) as engine:
-            losses = []
-            for step in range(4):
-                losses += backward(engine, rank, step)
-                engine.step()
+            figures = trained(engine, rank)
             kept = sum(param.to_local().numel() for param in engine.parameters())
             state = full_state(engine.module, engine.optimizer)
-            results.append((losses, engine.get_global_grad_norm(), state, kept))
+            results.append((*figures, state, kept))
             if not results[1:]:
                 engine.save_checkpoint(path / "saved")
+    in_fp32 = []
+    for mode, stage in itertools.product(({}, FP32_REDUCTION), (1, 2)):
+        with initialize(fresh_model(), section(stage, **mode)) as engine:
+            in_fp32.append(trained(engine, rank))
     with initialize(fresh_model(), section(3, **BF16)) as engine:
         engine.load_checkpoint(path / "saved")
-        return results, full_state(engine.module, engine.optimizer)
+        return results, in_fp32, full_state(engine.module, engine.optimizer)
 
 
 def test_stage_0_has_the_bits_of_stage_1_and_stage_2_those_of_stage_3(tmp_path):
     numel = sum(param.numel() for param in fresh_model().parameters())
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    for (whole, whole_nvme, part, part_nvme, second, third), resumed in run_ranks(every_stage, 2, tmp_path):
+    for stages, in_fp32, resumed in run_ranks(every_stage, 2, tmp_path):
+        whole, whole_nvme, part, part_nvme, second, third = stages
         assert whole[3] == whole_nvme[3] == numel, "each rank has the whole model"
         assert part[3] < 0.6 * numel
         for other in (whole_nvme, part, part_nvme):
@@ -51,7 +66,10 @@ def test_stage_0_has_the_bits_of_stage_1_and_stage_2_those_of_stage_3(tmp_path):
         assert_same(resumed, whole[2])
         assert second[:2] == third[:2], "they differ in what is gathered again, not in numbers"
         assert_same(second[2], third[2])
-        assert (second[0], second[1]) == (pytest.approx(whole[0], rel=1e-3), pytest.approx(whole[1], rel=1e-3))
+        pairs = [(whole[:2], second[:2], 1e-3), (*in_fp32[:2], 1e-6), (*in_fp32[2:], 1e-6)]
+        for (losses, norm), (other_losses, other_norm), tolerance in pairs:
+            assert other_losses == pytest.approx(losses, rel=tolerance)
+            assert other_norm == pytest.approx(norm, rel=tolerance)
 
 
 def overflow_on_one_rank(rank, world_size):

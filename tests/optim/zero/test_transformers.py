@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from nvme_offload import OffloadAdamW, initialize
 from tests.support import build, small_llama
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same
+from tests.support.sharded_model import assert_same, full_state
 
-STEPS, BATCH = 8, 4
+STEPS, BATCH = 20, 4
 LR = 1e-2
 CLIP = 1.0
 BF16 = {"bf16": {"enabled": True}}
@@ -36,7 +36,7 @@ section = partial(build.section, staging_budget="8MiB")
 
 
 def train_llama(rank, world_size, config):
-    """Some steps on this rank's part of one batch: what came of them, and what the model was on the way."""
+    """Twenty steps on this rank's part of one batch: what came of them, and what the model was on the way."""
     model = llama()
     model.gradient_checkpointing_enable()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -62,7 +62,8 @@ def train_llama(rank, world_size, config):
         assert {name: buffer.dtype for name, buffer in model.named_buffers()} == dict.fromkeys(buffers, torch.float32)
         assert_same(dict(model.named_buffers()), buffers)
         assert "model.rotary_emb.inv_freq" in buffers
-        return losses, norms, engine.optimizer.stats().bytes_written
+        written = engine.optimizer.stats().bytes_written
+        return losses, norms, full_state(model, engine.optimizer), written
 
 
 def saves_what_it_holds(rank, world_size, folder):
@@ -81,7 +82,7 @@ def saves_what_it_holds(rank, world_size, folder):
 
 def train_on_tiers(rank, world_size, path):
     saves_what_it_holds(rank, world_size, path / "saved")
-    configs = {"bf16": section(path, **BF16), "fp32": section()}
+    configs = {"nvme": section(path, **BF16), "cpu": section(**BF16), "fp32": section(path)}
     return {name: train_llama(rank, world_size, config) for name, config in configs.items()}
 
 
@@ -104,10 +105,13 @@ def test_llama_trains_through_initialize(world_size, tmp_path):
     results = run_ranks(train_on_tiers, world_size, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     for result in results:
-        (losses, norms, written), (*_, unwritten) = result["bf16"], result["fp32"]
-        assert losses[-1] < 0.95 * losses[0]
-        assert norms[0] > CLIP
-        assert written > unwritten == 0
+        nvme, memory = result["nvme"], result["cpu"]
+        assert nvme[0][-1] < nvme[0][0] / 2
+        assert nvme[1][0] > CLIP
+        assert nvme[:2] == memory[:2]
+        assert_same(nvme[2], memory[2])
+        assert nvme[3] > 0
+        assert memory[3] == 0
     losses, norms = train_with_torch()
     ranks = zip(*(result["fp32"][0] for result in results), strict=True)
     assert [sum(of_ranks) / world_size for of_ranks in ranks] == pytest.approx(losses, rel=1e-3)
@@ -175,7 +179,7 @@ def distance(parameters, others):
 def test_trainer_clips_as_by_default(dtype, tmp_path):
     losses, norms, parameters = train(tmp_path, dtype=dtype, path=tmp_path)
     assert len(losses) == STEPS
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     assert norms[0] > CLIP
     by_hand = train(tmp_path, dtype=dtype, max_grad_norm=0.0, callbacks=[HandClipping()])
     assert losses == by_hand[0]
