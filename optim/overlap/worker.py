@@ -30,6 +30,7 @@ from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import HOST, begin_thread
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
+_GIVE_WAY_SECONDS = 0.002  # enough for who waits for the lock to wake
 
 
 class Flag:
@@ -104,6 +105,7 @@ class Worker:
         self._device = device
         self.lock = threading.RLock()
         """Held in each shift; take it with `kept_away`."""
+        self._gives_way = False
         self._waiting: list[SimpleQueue[None]] = []
         self._started = _Started(self.bell)
         self._finalizer: weakref.finalize[..., Worker] | None = None
@@ -145,7 +147,8 @@ class Worker:
             self.wait_seconds += time.monotonic() - start
 
     def kept_away(self) -> AbstractContextManager[object]:
-        """Let no shift begin during a ``with`` block. Re-entrant."""
+        """Let no shift begin during a ``with`` block, which begins after the shift that is under way. Re-entrant."""
+        self._gives_way = True
         return self.lock
 
     def take_on(self, job: WorkerJob) -> None:
@@ -196,7 +199,13 @@ class Worker:
                 return False
 
     def shift(self) -> bool:
-        """Do one shift of the job; return whether another can follow at once."""
+        """Do one shift of the job; return whether another can follow at once.
+
+        Locks of Python's are not fair: without a pause this thread has the lock again before who waits for it is awake.
+        """
+        if self._gives_way:
+            self._gives_way = False
+            time.sleep(_GIVE_WAY_SECONDS)
         with self.lock:
             job = self.job
             if job is None:

@@ -119,6 +119,8 @@ def test_a_gradient_that_is_not_finite_is_an_error(alone, tmp_path):
         loss = loss_of(engine, 1) * torch.inf
         with pytest.raises(ValueError, match="not finite"):  # noqa: PT012
             engine.backward(loss)  # where a gather comes after it
+            worker = engine.optimizer.store.worker
+            worker.wait_until(lambda: worker.failure is not None)  # else the step is the first to see it
             engine.step()
         with pytest.raises(StateError, match="load a checkpoint"):
             engine.optimizer.step()
