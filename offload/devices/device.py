@@ -99,6 +99,11 @@ def queued(device: torch.device) -> Event:
     return event
 
 
+def is_reached(mark: Event | None) -> bool:
+    """Whether a device has come to a mark; without one there is nothing to wait for."""
+    return mark is None or mark.query()
+
+
 def sent(source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Event]:
     """Copy host memory to new memory of a device, on the stream that this thread queues on; that owns the copy.
 
@@ -122,6 +127,14 @@ def refuse_capture(device: torch.device) -> None:
 def wait_for_all(device: torch.device) -> None:
     """Wait until everything that was queued on a device is done."""
     torch.get_device_module(device).synchronize(device)
+
+
+def wait_for_queued(device: torch.device) -> None:
+    """Wait, asleep, until all that this thread has queued on a device is done."""
+    refuse_capture(device)
+    mark = torch.get_device_module(device).Event(blocking=True)
+    mark.record(current_stream(device))
+    mark.synchronize()
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:

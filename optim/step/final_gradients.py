@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
-from nvme_offload.offload.devices.device import Event, is_host, queued
+from nvme_offload.offload.devices.device import HOST, Event, is_host, is_reached, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.layout.flat import PartitionStandIn, flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -23,7 +23,7 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
-from nvme_offload.optim.step.norm import sums_from_device, tile_sums
+from nvme_offload.optim.step.norm import sums_on_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import IN_BACKWARD, InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
@@ -55,6 +55,15 @@ class Backward(NamedTuple):
     """Whether it goes block by block, and `FinalGradients.catch_up` is called after each."""
 
 
+class _Arrived(NamedTuple):
+    """A flat gradient; of one on a device its tile sums there, too, and a mark behind both."""
+
+    param: int
+    grad: torch.Tensor
+    sums: torch.Tensor | None
+    final: Event | None
+
+
 class Inbox:
     """Carries gradients that are final from the thread that runs backward to the worker.
 
@@ -70,8 +79,10 @@ class Inbox:
         self.guess = guess
         self.sums: dict[int, torch.Tensor] = {}
         """Sums of squares of the tiles of each gradient that was taken, by index."""
+        self.device = HOST
+        """The device of the gradients that were handed in."""
         self._store = store
-        self._arrived: deque[tuple[int, torch.Tensor, Event | None]] = deque()
+        self._arrived: deque[_Arrived] = deque()
         self._missing = {slot: {run.param for run in slot.subgroup.runs} & set(expected) for slot in order}
         self._num_parts = count_parts(store.slots_of(expected))  # some may have to wait for the step itself
         self._slots: dict[int, list[SlotRecord]] = {}
@@ -80,16 +91,28 @@ class Inbox:
                 self._slots.setdefault(index, []).append(slot)
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        """Hand in a flat gradient. The thread that runs backward calls this."""
-        self._arrived.append((index, grad, None if is_host(grad.device) else queued(grad.device)))
+        """Hand in a flat gradient. The thread that runs backward calls this.
+
+        A device sums its squares right behind what computes it: on another stream that would wait for a device that
+        backward keeps busy, a kernel at a time.
+        """
+        sums = mark = None
+        if not is_host(grad.device):
+            sums = sums_on_device(grad, self._store.means.fused)
+            mark, self.device = queued(grad.device), grad.device
+        self._arrived.append(_Arrived(index, grad, sums, mark))
         self._store.worker.wake()
 
-    def take_in(self, record: StepRecord) -> bool:
-        """Add the oldest gradient to the step; return whether there was one. ValueError: it is not finite."""
-        if not self._arrived:
+    def take_in(self, record: StepRecord, *, waits: bool = True) -> bool:
+        """Add the oldest gradient to the step; return whether there was one. ValueError: it is not finite.
+
+        `waits`: for a device that has yet to compute it. The host hands in gradients long before.
+        """
+        if not self._arrived or not (waits or is_reached(self._arrived[0].final)):
             return False
-        index, grad, final = self._arrived.popleft()
-        self.sums[index] = sums = self._sums_of(grad, final)
+        arrived = self._arrived.popleft()
+        index, grad = arrived.param, arrived.grad
+        self.sums[index] = sums = self._sums_of(arrived)
         if self.guess is not None:
             self.guess.see(sums)
         elif not bool(sums.isfinite().all()):
@@ -110,12 +133,11 @@ class Inbox:
         """Return False until the step before is known to last, and where the guess is wrong."""
         return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
 
-    def _sums_of(self, grad: torch.Tensor, final: Event | None) -> torch.Tensor:
-        """Return a gradient's tile sums; `final` marks when one on a device can be read."""
-        if final is None:
-            return tile_sums(grad, self._store.kernels)
-        with self._store.mirror.come_after(final):
-            return sums_from_device({0: grad}, self._store.means.fused)[0]
+    def _sums_of(self, arrived: _Arrived) -> torch.Tensor:
+        if arrived.sums is None or arrived.final is None:
+            return tile_sums(arrived.grad, self._store.kernels)
+        with self._store.mirror.come_after(arrived.final):
+            return arrived.sums.cpu()
 
 
 class _HeldBack:
@@ -275,6 +297,11 @@ class FinalGradients:
     def sums(self) -> Mapping[int, torch.Tensor]:
         """Return `Inbox.sums` of the step that has begun."""
         return self._inbox.sums if self._inbox is not None and self._begun is not None else {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes the gradients of the step that has begun; the host, if none was handed in."""
+        return HOST if self._inbox is None else self._inbox.device
 
     def check(self, groups: Sequence[Mapping[str, Any]], grads: Mapping[int, torch.Tensor]) -> None:
         """Compare groups and flat gradients with those that subgroups have been updated with since the latest step.

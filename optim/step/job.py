@@ -21,8 +21,8 @@ _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 class Source(Protocol):
     """A source of gradients while backward goes on; see `Inbox`."""
 
-    def take_in(self, record: StepRecord) -> bool:
-        """Add one gradient to the step; return whether there was any."""
+    def take_in(self, record: StepRecord, *, waits: bool = True) -> bool:
+        """Add one gradient to the step; return whether there was any. `waits`: for a device that computes it."""
 
     def allows(self, slot: SlotRecord) -> bool:
         """Return whether a subgroup that is ready may be updated now."""
@@ -138,11 +138,14 @@ class StepJob:
             error.add_note(f"This happened {where}: {record.situation}. {record.way_on}")
 
     def _update_next(self) -> bool:
-        """Take in a gradient, or update a subgroup; return whether there was either."""
+        """Take in a gradient, or update a subgroup; return whether there was either.
+
+        While a device computes gradients, subgroups that have theirs are updated; only who has none waits for it.
+        """
         store, record, source = self._store, self.record, self.source
         order = list(ahead(self.schedule, record, store.pipeline.residents))
         store.pipeline.advance(order)
-        if source is not None and source.take_in(record):
+        if source is not None and source.take_in(record, waits=False):
             return True
 
         def may_begin(slot: SlotRecord) -> bool:
@@ -150,7 +153,7 @@ class StepJob:
             return is_own and (source is None or source.allows(slot))
 
         if (slot := next_update(order, record.pending, may_begin)) is None:
-            return False
+            return source is not None and source.take_in(record)
         self._update(slot, order)
         return True
 

@@ -146,7 +146,7 @@ def sums_from_device(grads: Mapping[int, torch.Tensor], fused: Fused) -> dict[in
     an order of its own, which takes 128 MiB for a moment. The host waits for it once.
     """
     sums = {
-        index: _sums_on_device(grad, fused)
+        index: sums_on_device(grad, fused)
         for index, grad in grads.items()
         if not (isinstance(grad, PartitionStandIn) or is_host(grad.device))
     }
@@ -156,7 +156,7 @@ def sums_from_device(grads: Mapping[int, torch.Tensor], fused: Fused) -> dict[in
     return dict(zip(sums, parts, strict=True))
 
 
-def _sums_on_device(grad: torch.Tensor, fused: Fused) -> torch.Tensor:
+def sums_on_device(grad: torch.Tensor, fused: Fused) -> torch.Tensor:
     """Return the tile sums of a flat gradient on its own device, fp64 [tiles]."""
     if (kernels := fused(grad.device)) is not None:
         sums: torch.Tensor = kernels.tile_sq_sums(grad)

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload.devices.device import refuse_capture
+from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.flat import flat_grad
@@ -112,10 +112,17 @@ class Stepper:
             raise
 
     def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
-        """Hold the state for this step alone; a step that began in backward keeps the transfers that it started."""
+        """Hold the state for this step alone; a step that began in backward keeps the transfers that it started.
+
+        The host comes here long before a device has computed backward: the worker goes on until then.
+        """
         store = self._store
-        has_begun = store.record_in(StepPhase.BEGUN) is not None
-        return store.worker.kept_away() if has_begun else store.at_rest(meanwhile=interrupt.deliver)
+        if store.record_in(StepPhase.BEGUN) is None:
+            return store.at_rest(meanwhile=interrupt.deliver)
+        if not is_host(there := self.final.device):
+            with self._meter.waiting("device"):
+                wait_for_queued(there)
+        return store.worker.kept_away()
 
     def _placed(self, groups: Sequence[Mapping[str, Any]]) -> list[ParamRecord]:
         """Return the records of the groups' parameters; those with a gradient have their place from here on."""

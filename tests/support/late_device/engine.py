@@ -10,7 +10,8 @@ import os
 import tempfile
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param, initialize
 from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.step.final_gradients import Inbox
+from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.zero.sharding import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
@@ -64,7 +67,8 @@ class Model(torch.nn.Module):
 def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Losses, norms and a digest of all that was trained; bytes of the device at several moments, and waits for it.
 
-    DRIVE in the section is the folder; its ``model`` is for `Model`, and ``meta`` there says where it is made;
+    DRIVE in the section is the folder; its ``model`` is for `Model`, and ``meta`` there says where it is made; if it is
+    ``ahead``, the worker looks at gradients when the host has handed in all of them;
     ``refusals`` requests to page-lock memory are refused; losses of each step are multiplied by one of ``scales``.
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
@@ -72,7 +76,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     LATE.size_bytes = section.pop("size_bytes", 1 << 40)
     how = {"num_layers": LAYERS, **section.pop("model", {})}
     scales, guesses = section.pop("scales", [1] * STEPS), section.get("overlap_step") == "speculate"
-    by_blocks = section.get("micro_batch_order") == "vertical"
+    by_blocks, is_ahead = section.get("micro_batch_order") == "vertical", section.pop("ahead", False)
     if guesses:
         be_eager(pytest.MonkeyPatch())
     if device == "cpu":
@@ -89,8 +93,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         model = Model(**how).to(device)
         model.tie()
     LATE.peak_bytes = 0
-    losses, norms, growth, waits, number, summed = [], [], [], [], 0, []
-    with _noting_sums(summed), initialize(model, section, mesh=mesh) as engine:
+    losses, norms, growth, waits, number, summed, worked = [], [], [], [], 0, [], []
+    with _noting_sums(summed), _noting_work(worked, is_ahead), initialize(model, section, mesh=mesh) as engine:
         del model
         born_bytes, LATE.peak_bytes = LATE.peak_bytes, 0
         LATE.copies_of.clear()
@@ -114,6 +118,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 growth.append(LATE.live_bytes - before)
                 if guesses:
                     wait_for_guessed(engine.optimizer)
+                time.sleep(0.6 * is_ahead)
                 # Who guesses takes back for a reader, and who does not would refuse it.
                 if section.get("overlap_step") != "backward" and not (guesses and step % 4):
                     with torch.no_grad():
@@ -123,6 +128,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                     summed.append("all have landed")
                 engine.step()
                 summed.append("step() is over")
+                worked.append("step")
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
@@ -140,6 +146,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": peak_bytes - before_bytes,
         "waits": waits,
         "summed": summed,
+        "worked": worked,
         "copies_where_it_computes": num_copies,
         "device_state_bytes": stats.device_state_bytes,
         "updates_behind": stats.updates_behind,
@@ -158,6 +165,25 @@ def _noting_sums(names: list[str]) -> Any:
         return take_sums(pool, *grads)
 
     return patch.object(KernelPool, "tile_sq_sums", noted)
+
+
+@contextmanager
+def _noting_work(names: list[str], is_ahead: bool) -> Iterator[None]:
+    """Note what a worker does in backward: "gradient" for one that it takes in, "update" for a subgroup."""
+    take_in, update = Inbox.take_in, StepJob._update
+
+    def taken(inbox: Inbox, record: Any, **how: Any) -> bool:
+        if is_ahead and names[-1:] in ([], ["step"]) and inbox._arrived:
+            time.sleep(0.3)
+        names.extend(["gradient"] * (found := take_in(inbox, record, **how)))
+        return found
+
+    def updated(job: StepJob, *given: Any) -> None:
+        names.append("update")
+        update(job, *given)
+
+    with patch.object(Inbox, "take_in", taken), patch.object(StepJob, "_update", updated):
+        yield
 
 
 def short_of_memory(section: dict[str, Any], mutation: str = "") -> dict[str, Any]:
