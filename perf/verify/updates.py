@@ -22,6 +22,7 @@ from nvme_offload.perf.verify.outcome import Found, Site, WrongError, must_be_ne
 
 SHAPES = ((1,), (7,), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALED = (torch.float16, torch.float32)
 OPTIMIZERS: Mapping[str, Callable[..., OffloadOptimizer]] = {
     "AdamW": partial(OffloadAdamW, lr=1e-3, weight_decay=0.1),
     "Adam": partial(OffloadAdam, lr=1e-3, weight_decay=0.1),
@@ -67,13 +68,14 @@ def trained(
     optimizer: str = "AdamW",
     before: Before | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Trained:
     """Take steps over parameters of awkward sizes on a device, one of which has no gradient each time.
 
     `before` is called with the parameters and the number of the step when gradients are there; `scaler` takes steps.
     """
     params = [
-        nn.Parameter(values_of(shape, number, 0.05).to(DTYPES[number % len(DTYPES)]).to(device))
+        nn.Parameter(values_of(shape, number, 0.05).to(dtypes[number % len(dtypes)]).to(device))
         for number, shape in enumerate(SHAPES)
     ]
     with OPTIMIZERS[optimizer](params, offload=offload) as made:
@@ -127,8 +129,11 @@ def clipping(site: Site) -> Found:
 
 
 def scaler(site: Site) -> Found:
-    """Scaled gradients give the bits of unscaled ones; one that is not finite costs a step and half of the scale."""
-    plain = trained(site.device, section(None))
+    """Scaled gradients give the bits of unscaled ones; one that is not finite costs a step and half of the scale.
+
+    They are not bf16: there torch 2.11 has no operator on CUDA that looks for infinities (torch/amp/grad_scaler.py).
+    """
+    plain = trained(site.device, section(None), dtypes=_SCALED)
 
     def scaled(bad_step: int) -> tuple[Trained, float]:
         grad_scaler = torch.amp.GradScaler(site.device, init_scale=SCALE, growth_interval=1000)
@@ -142,7 +147,7 @@ def scaler(site: Site) -> Found:
                         param.grad.view(-1)[-1] = math.inf
 
         with site.drive() as drive:
-            found = trained(site.device, section(drive), before=scale, scaler=grad_scaler)
+            found = trained(site.device, section(drive), before=scale, scaler=grad_scaler, dtypes=_SCALED)
         return found, grad_scaler.get_scale()
 
     found, _ = scaled(-1)
