@@ -52,6 +52,21 @@ def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_pa
 
 
 @pytest.mark.usefixtures("alone")
+def test_iterations_on_a_device_beside_their_plans(tmp_path, monkeypatch):
+    """Without one, on the CPU."""
+    monkeypatch.setattr("nvme_offload.perf.experiments.plan_check.REGION_BYTES", 8 << 20)
+    monkeypatch.setattr("nvme_offload.perf.experiments.plan_check.PASS_BYTES", 8 << 20)
+    monkeypatch.setattr("nvme_offload.perf.experiments.on_device._UPDATED", 1 << 20)
+    size = ("--layers", 2, "--width", 64, "--tokens", 4, "--count", 1)
+    found = results("on-device", "--path", tmp_path, *size, "--only", "torch.optim", "--only", "all on NVMe")
+    own, *ours = found.values()
+    assert own["plan"] is None
+    assert list(found)[1:] == ["all on NVMe", "all on NVMe, 4 micro-batches"]
+    assert all(each["iteration"] > 0 < each["plan"] for each in ours)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
 def test_seconds_by_turns(tmp_path):
     sizes = "--layers", 4, "--width", 64, "--tokens", 4, "--count", 2
     [found] = results("micro-batches", "turns", *sizes, "--path", tmp_path, "--quads", 1).values()
