@@ -1,7 +1,5 @@
 """The aiofiles engine: positional reads and writes in a thread pool, awaited by one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

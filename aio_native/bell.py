@@ -1,7 +1,5 @@
 """Waiting for whichever operation is done first."""
 
-from __future__ import annotations
-
 import os
 import select
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A file descriptor that somebody owns from its first moment on."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections import deque

@@ -8,8 +8,6 @@ Layering: the engine finishes short transfers; `offload.storage.transfer` owns b
 exceptions; `offload.swapper.tensor_swapper` owns tensors.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from abc import ABC, abstractmethod

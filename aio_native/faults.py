@@ -1,7 +1,5 @@
 """Seeded failures, injected where completions come from, below the code that retries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 

@@ -1,7 +1,5 @@
 """Seeded faults for the Python engines, at the completion source: below the code that checks and repeats."""
 
-from __future__ import annotations
-
 import errno
 import random
 import time

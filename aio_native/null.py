@@ -1,7 +1,5 @@
 """The null engine: every request succeeds at once and no byte moves. What is left is our own overhead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from nvme_offload.aio_native.bell import Bell

@@ -1,7 +1,5 @@
 """The handle that the Python engines give out for a submitted operation."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

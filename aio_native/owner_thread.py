@@ -6,8 +6,6 @@ the owner looked. All threads are daemons, started by constructing an engine and
 signal, so that signals are handled where they always are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The Python engines share a handle to a thread, which ends with it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The pyuring engine: io_uring through the binding from PyPI; no compiler needed."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

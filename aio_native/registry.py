@@ -1,7 +1,5 @@
 """Which engine does the I/O: the one that was asked for, or the first that works."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping, Sequence

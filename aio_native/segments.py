@@ -1,7 +1,5 @@
 """Every engine asks this of the segments it is given."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Sequence

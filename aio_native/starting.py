@@ -5,8 +5,6 @@ there leaves that lock taken, and the new thread waits for it for ever. Handlers
 thread is started by another one, which C begins in one call.
 """
 
-from __future__ import annotations
-
 import _thread
 import threading
 from queue import SimpleQueue

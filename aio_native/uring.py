@@ -1,7 +1,5 @@
 """The io_uring engine in C++: Python is involved once per operation, however many requests it takes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """Why a kernel says no to io_uring, in words."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

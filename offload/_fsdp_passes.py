@@ -3,8 +3,6 @@
 The tests of the engine compare what comes of them with the plain passes, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 ``tests/offload/test_torch_private.py`` names every function here: a torch upgrade breaks there and nowhere else.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A drive may have the rest in any part and order: a name before the bytes of its 
 another that is older. So whoever renames syncs the file before and the folder afterwards. Nothing is synced past here.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

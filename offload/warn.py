@@ -1,7 +1,5 @@
 """Warnings that point at the user's line, and that one rank says for all."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Offer torch and a training loop an optimizer whose state lives on a tier, whatever its update rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial

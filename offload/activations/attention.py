@@ -1,7 +1,5 @@
 """Results of attention, kept beside the inputs of blocks: what takes longest to compute again for long sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The repeated layers of a model, each computed once more in backward from its input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

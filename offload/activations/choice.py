@@ -1,7 +1,5 @@
 """Which saved tensors are moved: a pure function of facts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Saved tensors of a device: copied to host memory behind the forward, and back ahead of backward."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable

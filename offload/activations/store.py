@@ -11,8 +11,6 @@ what was saved less the budget. Four rules hold:
 4. A finalizer, which may run anywhere, takes no lock: it leaves word.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict, deque

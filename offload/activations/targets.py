@@ -1,7 +1,5 @@
 """Host memory that tensors are copied and read into, used again as soon as nobody has it."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """Which memory is a model's own: parameters, buffers, what was gathered of them, and casts of autocast."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from itertools import chain

@@ -1,7 +1,5 @@
 """Committed steps as somebody reads them who is in no run: nothing is changed, nor is anything made or promised."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A thread that makes a step last while others compute: one commit at a time, in the order in which they were begun."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -11,8 +11,6 @@ knows that nobody writes into the file any more. A lock on a file of its own fal
 The names begin otherwise than those of `storage.run_directory`: no version of this package takes them for leftovers.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """Extents of a few sizes that many slots share: what one slot does not need any more, the next one writes to."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 

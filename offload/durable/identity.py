@@ -1,7 +1,5 @@
 """A run goes on from what another process committed where this is equal: a JSON object, known by its digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

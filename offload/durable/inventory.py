@@ -1,7 +1,5 @@
 """Durable runs as somebody finds them who is in none: what is there, whose it is, and how it is removed."""
 
-from __future__ import annotations
-
 import os
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A pinned step is read past the tiers while the run goes on writing elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A moment tells how fast a drive is, as far as it can: "auto" has to go by that."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ the entries since. A longer period writes less, reads more and computes more. Wh
 that writes slower than it reads prefers 3 or 4. Which is allowed is up to how much may be written a day.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

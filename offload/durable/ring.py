@@ -15,8 +15,6 @@ is; a later turn lets go of the surplus. With a period of 1 there are two bases 
 further step that can be gone back to there is besides what one step sets free.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -9,8 +9,6 @@ checksums of state and tail, so that it can be told, years later, whether an ext
 manifest has one number for each slot, the digest of its trailer (its root).
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from dataclasses import dataclass

@@ -14,8 +14,6 @@
    So nothing is written again of all that the swap files had when the damage was found: `Snapshots.held_sizes`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Slots that are rewritten every few steps take turns, and that needs so many extents: see `ring.ExtentRing`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count

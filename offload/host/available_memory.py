@@ -1,7 +1,5 @@
 """The host memory that this process can still have, and what it may take of it without being told a number."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Host memory for what comes and goes by the megabyte: kept for the next one, where malloc would map new pages."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

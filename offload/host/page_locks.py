@@ -1,7 +1,5 @@
 """Page-locking of memory that is copied to and from a device, and what is said where the driver refuses it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Protocol

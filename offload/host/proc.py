@@ -1,7 +1,5 @@
 """The kernel says much in /proc and /sys; None stands for what it does not say."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ registered
 Everything allocated here is aligned. Pinning is asked for here, registration at the engine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Blocks of parameters on their way from host memory to a device that computes with them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Blocks that stay in host memory beside a device: page-locked, so that copies run behind the host's back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

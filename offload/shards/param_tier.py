@@ -11,8 +11,6 @@ what FSDP2 gets are views of that copy. The block is then held until the copy is
 be kept in host memory for that, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

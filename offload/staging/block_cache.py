@@ -5,8 +5,6 @@ changed it says so when releasing it, and the write runs behind. What the buffer
 order of earlier uses (`offload.staging.use_order`).
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence

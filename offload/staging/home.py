@@ -1,7 +1,5 @@
 """The bytes of a slot have one home, which is decided when the slot is placed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

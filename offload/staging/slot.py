@@ -17,8 +17,6 @@ all of them everywhere. So nothing here has to be undone. Five rules make every 
 What was cut short is made good by the next call that looks: `Staging.recover`, which costs a look at each buffer.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field

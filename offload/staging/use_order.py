@@ -1,7 +1,5 @@
 """The order of use is learnt: what will be needed next follows from what was needed before."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 

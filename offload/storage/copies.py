@@ -4,8 +4,6 @@ A copy has a file for each path, and every range lies at the same offset in all 
 descriptors of the first copy's files, whichever copy is read or written.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import threading

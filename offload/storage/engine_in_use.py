@@ -1,7 +1,5 @@
 """The engine behind a tier, and where ``auto`` chose it another one when it breaks."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Memory as a tier, of the host or of a device: its extents are memory already, and need no staging buffer."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from abc import ABC, abstractmethod

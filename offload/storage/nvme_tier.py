@@ -1,7 +1,5 @@
 """The NVMe tier: extents of the swap space behind an engine, with every failure turned into words."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

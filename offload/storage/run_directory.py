@@ -1,7 +1,5 @@
 """Directories of runs that share a path: each locked by its run, and removed by the next one if its run died."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -5,8 +5,6 @@ made what is in it. Files are opened from there by name, links are not followed,
 the umask.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The swap space of one process: a swap file on each path, and extents striped over them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

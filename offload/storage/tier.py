@@ -4,8 +4,6 @@ A tier promises space in extents and moves bytes between an extent and a staging
 whether files, memory or nothing at all is behind it, and never asks: what he may need is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The tier plan: what lives in which memory, from sizes and budgets. A pure function; it moves nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

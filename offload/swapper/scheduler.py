@@ -6,8 +6,6 @@ where no signal handler runs. So a caller that is interrupted anywhere leaves a 
 one that is not.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import partial

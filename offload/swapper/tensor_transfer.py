@@ -1,7 +1,5 @@
 """The transfer of a whole tensor, completed by the threads that copy it."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """The files of an export lie in a hidden folder of ours, inside the export's own, until all are complete."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

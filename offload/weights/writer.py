@@ -1,7 +1,5 @@
 """Safetensors in the Hugging Face layout, written tensor by tensor: complete, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

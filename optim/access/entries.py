@@ -1,7 +1,5 @@
 """Read, check and write entries of the optimizer's state, by parameter and name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

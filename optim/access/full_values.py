@@ -1,7 +1,5 @@
 """Read and set one parameter's full values, wherever its pieces are, for debugging."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Keep split parameters of an optimizer: the rest of their masters is in its state."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Make and take state dicts as torch lays them out: parameters are numbered as they stand in the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ read once, and the drive can read ahead. Here alone is it decided where in a sub
 and what stands for state that was never born.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol

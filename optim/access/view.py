@@ -1,7 +1,5 @@
 """Offer ``optimizer.state``: entries that are read from their tier on access and written through."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Give a model on the meta device its values block by block, each straight onto its tier; never whole in memory."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Take values from a model's own initialisers: some modules at a time in host memory, the same on every rank."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Write down the parameters and buffers of a model on the meta device before it is sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Match stored tensors to parameters: everything that can be wrong is found from the headers alone."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """A checkpoint of a pinned step that is written in a thread, while training goes on."""
 
-from __future__ import annotations
-
 import errno
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """A checkpoint consists of items, and two planners move it item by item."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -4,8 +4,6 @@ A checksum is the kernels' (`KernelPool.tile_checksums`), of 64 KiB each, the la
 as a hash does, and takes a tenth of the time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """Weights as safetensors files, in the layout of Hugging Face: gathered one parameter at a time, written by rank 0."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

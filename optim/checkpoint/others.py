@@ -1,7 +1,5 @@
 """Ranks say through their store what they have written: no collective runs beside those of training."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import time

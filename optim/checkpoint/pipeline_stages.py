@@ -1,7 +1,5 @@
 """One checkpoint of all stages of a pipeline: each stage moves its part, and knows the names of the others."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from nvme_offload.optim.checkpoint.contents import Contents

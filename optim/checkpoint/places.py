@@ -1,7 +1,5 @@
 """The values of checkpoint items are in memory, or in a subgroup's state on a tier. One is visited at a time."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Sequence

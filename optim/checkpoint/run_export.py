@@ -1,7 +1,5 @@
 """A committed step of a run that nobody is in, written as weights or as a checkpoint: without the model."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ keep them, and writes the manifest. Nothing of the next step is written before t
 what all ranks do together.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import secrets

@@ -10,8 +10,6 @@ Invariants, which all the rest of durability rests on:
 4. A commit that FAILED leaves the one before whole, and the next one has what it had.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """An optimizer offers this of its durable run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

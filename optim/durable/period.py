@@ -1,7 +1,5 @@
 """Decide every how many steps a durable run is rewritten, where the section leaves that to a measurement."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from nvme_offload.offload.config.section import OffloadOptimizerConfig

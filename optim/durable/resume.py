@@ -1,7 +1,5 @@
 """Go on from a committed step: find one that all ranks have, verify it, and bring all of it back to its place."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Complete what is written of subgroups so that another process can go on with them, and bring them back from there."""
 
-from __future__ import annotations
-
 import torch
 
 from nvme_offload.offload.devices.device import copy_alone

@@ -1,7 +1,5 @@
 """Take and remove snapshots on all ranks or on none (`offload.durable.snapshots` says how)."""
 
-from __future__ import annotations
-
 import socket
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Keep the state of a durable run: its files, and what its store asks of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

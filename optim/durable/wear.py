@@ -1,7 +1,5 @@
 """Measure what a run writes in a day, and warn if it is too much."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Find parts of a model that are used one after the other: they are gathered, or waited for, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn

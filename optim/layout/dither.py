@@ -9,8 +9,6 @@ its middle; one half of it is for the first state, the other for the second. `Bf
 the same.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Describe the form of the fp32 master weights in one table for all."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 

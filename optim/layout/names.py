@@ -1,7 +1,5 @@
 """Find parameters by name: their own, those of the modules that they are in, and those modules' class names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Adagrad whose state lives on a tier: Duchi, Hazan and Singer, JMLR 12 (2011)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

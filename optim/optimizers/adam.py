@@ -1,7 +1,5 @@
 """Adam whose state lives on a tier: an L2 penalty where there is weight decay, Kingma and Ba, arXiv:1412.6980."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

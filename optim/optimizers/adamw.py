@@ -1,7 +1,5 @@
 """AdamW whose state lives on a tier: decoupled weight decay, Loshchilov and Hutter, arXiv:1711.05101."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Lion whose state lives on a tier: Chen et al., arXiv:2302.06675."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Muon whose state lives on a tier, and AdamW beside it for what is no matrix: Keller Jordan et al., 2024."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

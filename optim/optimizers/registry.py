@@ -1,7 +1,5 @@
 """From the name of an optimizer to its class. The names are those of the section: `offload.config.optimizer`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Stochastic gradient descent whose state, if it has any, lives on a tier."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -11,8 +11,6 @@ handlers after every call, but not where ``with`` or ``for`` calls C: between th
 there is no such place, as there are many in contextlib and one at the entry of any ``__exit__`` in Python.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

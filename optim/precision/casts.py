@@ -1,7 +1,5 @@
 """The casts that a model lacks: in a 16-bit model with fp32 modules, and around the whole model under autocast."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator

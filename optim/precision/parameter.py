@@ -1,7 +1,5 @@
 """One parameter has one precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

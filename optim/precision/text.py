@@ -1,7 +1,5 @@
 """The precision plan as a table for people, and as plain data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

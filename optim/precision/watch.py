@@ -1,7 +1,5 @@
 """Which modules autocast computes in its lower dtype: a forward of each is watched, on tensors without data."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any

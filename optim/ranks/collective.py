@@ -1,7 +1,5 @@
 """Do something on all ranks or on none: an error on one rank is raised on every rank."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tell a rank that waits for others which one failed, where, and of what."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

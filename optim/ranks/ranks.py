@@ -1,7 +1,5 @@
 """Say which ranks take steps together, and have them agree before one of them writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

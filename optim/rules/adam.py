@@ -1,7 +1,5 @@
 """Adam: Kingma and Ba, arXiv:1412.6980, with an L2 penalty where there is weight decay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

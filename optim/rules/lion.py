@@ -1,7 +1,5 @@
 """Lion: Chen et al., arXiv:2302.06675."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

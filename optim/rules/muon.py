@@ -1,7 +1,5 @@
 """Muon: Keller Jordan et al., 2024: momentum, orthogonalized matrix by matrix. As `torch.optim.Muon` does it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ that do two at once (`addcmul_`, `addcdiv_`, `lerp_`, `add` with ``alpha``) are 
 devices and on some processors, and give other bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 These are pure functions of sizes and of the section. The state itself is cut and placed by `optim.state.placement`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

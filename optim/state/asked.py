@@ -1,7 +1,5 @@
 """Name what a step asks of all that its state is placed in: it knows no tier, no section and no run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol

@@ -1,7 +1,5 @@
 """Give everybody one way to read and write an optimizer's state. `optim.state.store` decides where it is placed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -5,8 +5,6 @@ an earlier one that fits where the drive limits and stands still in backward, by
 plan compares them where rates are known.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from nvme_offload.offload.config.section import OffloadConfig

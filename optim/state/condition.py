@@ -1,7 +1,5 @@
 """Say in which condition an optimizer's state is: whole, in a step, in a load, or beside a run that was found."""
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 

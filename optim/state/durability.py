@@ -1,7 +1,5 @@
 """Offer a store one object that says how long its state lasts: perhaps longer than its process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Read and write master weights in the memory of a subgroup, and give its state the first values."""
 
-from __future__ import annotations
-
 import torch
 
 from nvme_offload.offload.devices.device import is_host

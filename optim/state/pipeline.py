@@ -16,8 +16,6 @@ Subgroups that live in host memory (all on the cpu tier, some within a host budg
 of read-ahead looks past them, so that reads and writes go on while they are updated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice

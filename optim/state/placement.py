@@ -1,7 +1,5 @@
 """Plan where the state of each subgroup and each block lives: as the configuration says, within the host budget."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 from collections.abc import Callable, Sequence

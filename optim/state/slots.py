@@ -1,7 +1,5 @@
 """Record what is where, once for each subgroup."""
 
-from __future__ import annotations
-
 from nvme_offload.offload.staging.home import Home
 from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.storage.extent import Extent

@@ -1,7 +1,5 @@
 """Place the state of an optimizer's parameters on tiers and in buffers, and end its life."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Keep one record for each of the optimizer's parameters, with all that is known of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The pipeline of a run asks them, and so does `offload plan`, whose subgroups are
 is learnt from the one before (`FirstUses`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Begin updates in backward, as gradients become final."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Check parameter groups and make records of their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ begins in backward with that factor. If it turns out to be another one, what has
 latest commit, which no step writes over, and done again.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

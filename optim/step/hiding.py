@@ -1,7 +1,5 @@
 """Decide by which schedule each parameter of a store is updated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from nvme_offload.offload.devices.device import is_device, is_host

@@ -1,7 +1,5 @@
 """Do the worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

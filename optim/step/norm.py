@@ -1,7 +1,5 @@
 """Compute the global gradient norm from fp64 sums over fixed blocks, combined in index order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

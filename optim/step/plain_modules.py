@@ -1,7 +1,5 @@
 """Plain modules: their forwards wait for updates behind a step, as the gathers of FSDP2 do."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any

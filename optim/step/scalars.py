@@ -1,7 +1,5 @@
 """Turn hyperparameters into the scalars of a step, for each parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The stepper and the worker ask them, and so does `offload plan`, whose subgroups
 are for next is said in `optim.state.visits`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice

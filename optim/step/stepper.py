@@ -1,7 +1,5 @@
 """Take a step: collect gradients, take their norm, find the scalars, and update each subgroup in turn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Bring one subgroup's state into memory, update it together with its parameters, and write it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ two instructions. It must not go too early:
    kept away. A reader never puts it back: another step may have begun between its look and that.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A run says how it is while it goes on: in a small file that ``offload top`` reads, and in a log that outlasts it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

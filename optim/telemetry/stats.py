@@ -1,7 +1,5 @@
 """The optimizer tells this about itself."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

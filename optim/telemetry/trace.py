@@ -1,7 +1,5 @@
 """A timeline as a trace file, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

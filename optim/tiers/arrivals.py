@@ -1,7 +1,5 @@
 """Bring gradients from a device to host memory."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

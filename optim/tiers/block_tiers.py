@@ -1,7 +1,5 @@
 """Keep parameters and gradients of split shards on tiers of their own, beside the optimizer's state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Describe blocks of parameters and gradients as units of the tier plan: their bytes, and what a step moves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

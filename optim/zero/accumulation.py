@@ -1,7 +1,5 @@
 """Which micro-batch of a step is under way, and what may be called when: DeepSpeed's call sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Between the two stay its inputs (the boundary) and what it takes to do the same 
 together in `Arriving`, and those of its inputs go to where they came from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import chain

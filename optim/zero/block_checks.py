@@ -1,7 +1,5 @@
 """Whether blocks and budgets go together, before anything is sharded."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

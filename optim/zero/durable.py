@@ -1,7 +1,5 @@
 """A training engine offers its durable run, and adds to what is committed with each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

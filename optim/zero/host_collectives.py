@@ -1,7 +1,5 @@
 """Ranks on CPUs gather and reduce in buffers that are kept, and without the copies that gloo makes of a gather."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The order in which ``engine.accumulate`` goes through the micro-batches of a step: one by one, or block by block."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Tensors in what a forward returns, whatever object holds them: FSDP2 alone looks into tuples, lists and dicts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

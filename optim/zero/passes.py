@@ -1,7 +1,5 @@
 """Forward and backward of a sharded module, and what is left of a step after an exception inside one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType

@@ -3,8 +3,6 @@
 Step 0 is the first step of the optimizer, as in torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The optimizer's part of a step, which an exception may leave not begun, begun or done."""
 
-from __future__ import annotations
-
 from nvme_offload.offload.errors import CorruptionError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.peers import Peers
