@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nvme_offload.aio_native import _native
@@ -152,14 +153,5 @@ def _remedy_for_buffers(code: int) -> str:
 def _native_faults(faults: FaultSpec | None) -> Any:
     if faults is None:
         return None
-    return _native.FaultSpec(
-        seed=faults.seed,
-        short_transfer=faults.short,
-        eintr=faults.eintr,
-        eagain=faults.eagain,
-        eio=faults.eio,
-        enospc=faults.enospc,
-        delay=faults.delay,
-        reorder=faults.reorder,
-        max_delay_us=faults.max_delay_us,
-    )
+    named = asdict(faults)
+    return _native.FaultSpec(short_transfer=named.pop("short"), **named)

@@ -168,6 +168,10 @@ class AioConfig(Section):
     }
 
 
+_OF_DURABLE = {"rewrite_every": "is of the state of", "rewind_steps": "goes back in", "copies": "is of"}
+"""These keys mean something in a durable run alone; elsewhere they are 1."""
+
+
 class OffloadOptimizerConfig(TierConfig):
     """The place of the optimizer state between steps."""
 
@@ -228,15 +232,10 @@ class OffloadOptimizerConfig(TierConfig):
         if self.durable and self.device != "nvme":
             why = f'needs device = "nvme", which keeps the state on a drive, and device is "{self.device}"'
             yield Contradiction("durable", f"{why}; write that, or leave durable out", ("device",))
-        if self.rewrite_every != 1 and not self.durable:
-            why = "is of the state of a durable run, and this is none; write durable = true, or leave it out"
-            yield Contradiction("rewrite_every", why, ("durable",))
-        if self.rewind_steps > 1 and not self.durable:
-            why = "goes back in a durable run, and this is none; write durable = true, or leave it out"
-            yield Contradiction("rewind_steps", why, ("durable",))
-        if self.copies > 1 and not self.durable:
-            why = "is of a durable run, and this is none; write durable = true, or leave it out"
-            yield Contradiction("copies", why, ("durable",))
+        for name, what in _OF_DURABLE.items():
+            if getattr(self, name) != 1 and not self.durable:
+                why = f"{what} a durable run, and this is none; write durable = true, or leave it out"
+                yield Contradiction(name, why, ("durable",))
         if self.copies > 1 and (not self.nvme_path or len(self.nvme_path) % self.copies):
             why = f"each copy needs as many folders as the other, and nvme_path has {len(self.nvme_path)}"
             remedy = "name those of one copy and then those of the other, on another drive, or write copies = 1"

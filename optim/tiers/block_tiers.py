@@ -336,18 +336,12 @@ class BlockTiers:
         fields: dict[str, Any] = {}
         for cache, _ in self._caches():
             prefix = "grad" if cache.kind == GRADS else "param"
-            counted, engine = cache.stats, cache.tier.stats()
+            engine, placed = cache.tier.stats(), self._placed[cache.kind].values()
             named = {
-                "uses": counted.uses,
-                "reads": counted.reads,
-                "reads_ahead": counted.reads_ahead,
-                "reads_unused": counted.reads_unused,
-                "wait_seconds": counted.wait_seconds,
+                **vars(cache.stats),
                 "bytes_read": engine.bytes_read,
                 "bytes_written": engine.bytes_written,
-                "host_bytes": sum(
-                    unit.size_bytes for unit in self._placed[cache.kind].values() if unit.tiers == ("host",)
-                ),
+                "host_bytes": sum(unit.size_bytes for unit in placed if unit.tiers == ("host",)),
             }
             fields |= {f"{prefix}_{name}": value for name, value in named.items()}
         return fields

@@ -16,7 +16,7 @@ from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict, uses_nvme
+from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
 from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
@@ -141,7 +141,7 @@ def _planned(
         return choice, prediction, largest
     job = chooser.job(file, shape)
     prediction = predict(job, machine)
-    if machine.capacity is not None or not uses_nvme(job.config):
+    if machine.capacity is not None or not job.config.paths_of_tiers:
         largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine), prediction.tiers)
     return None, prediction, largest
 

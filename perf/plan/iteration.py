@@ -148,11 +148,7 @@ class IterationTime:
             "seconds": self.seconds,
             "share_of_ideal": self.share_of_ideal,
             "limit": self.limit,
-            "compute": self.work.compute,
-            "nvme": self.work.nvme,
-            "update": self.work.update,
-            "pcie": self.work.pcie,
-            "network": self.work.network,
+            **{what: getattr(self.work, what) for what in ("compute", "nvme", "update", "pcie", "network")},
             "parts": self.parts,
             "waiting": self.waiting,
         }

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_budget
@@ -179,13 +178,6 @@ def fits(job: Job, machine: Machine) -> bool:
         return not tier_plan(PlacedJob(job, machine)).missing
     except ConfigError:  # more than the section's budget holds
         return False
-
-
-def uses_nvme(config: OffloadConfig) -> bool:
-    """Return whether anything of a section is on NVMe."""
-    zero = config.zero_optimization
-    tiers = zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device
-    return "nvme" in (*tiers, config.activations.device)
 
 
 def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: TierPlan) -> ModelShape | None:
