@@ -1,12 +1,10 @@
 """Ctrl-C at a place of our choosing."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class DeferredInterrupt:
@@ -25,7 +23,7 @@ class DeferredInterrupt:
         self._installed = False
         self._caller: FrameType | None = None
 
-    def __enter__(self) -> DeferredInterrupt:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._previous = _looking_past_those_left(signal.getsignal(signal.SIGINT), sys._getframe(1))
             # None: a handler that Python did not install and could not restore. SIG_IGN and SIG_DFL need no deferring.

@@ -5,13 +5,12 @@ All kernels are exact: every ISA, any number of threads and the twins in `optim.
 ValueError for a wrong dtype or number of elements, or a tensor that is not contiguous on the CPU.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import os
 from collections.abc import Sequence
 from functools import cache
+from typing import Self
 
 import torch
 
@@ -41,7 +40,7 @@ class GradDtype(enum.IntEnum):
     FP16 = 2
 
     @classmethod
-    def of(cls, grad: torch.Tensor) -> GradDtype:
+    def of(cls, grad: torch.Tensor) -> Self:
         """Return the number of a gradient's dtype."""
         if (found := _GRAD_DTYPES.get(grad.dtype)) is None:
             raise ValueError(f"grad is {grad.dtype}; the kernels take float32, bfloat16 and float16")

@@ -1,12 +1,9 @@
 """Moves out of memory what a forward saves for backward: for any module, with or without an engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -39,7 +36,7 @@ logger = logging.getLogger(__name__)
 _BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 8, 8 * MiB, 128 * KiB
 
 
-class ActivationSwapper:
+class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
     """Moves what autograd saves in a forward to NVMe, and back before backward wants it. The bits are the same.
 
     Run forwards in `saving`, and backward outside of it::
@@ -101,7 +98,7 @@ class ActivationSwapper:
         self._store.begin()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _take_back)
 
-    def attach(self) -> ActivationSwapper:
+    def attach(self) -> Self:
         """Run every forward of the model in `saving` from now on, until `close`: for loops that are not yours.
 
         Tensors that a loss outside of the model saves stay in memory: backward uses them first.
@@ -139,12 +136,7 @@ class ActivationSwapper:
         self._undo()
         self._store.close()
 
-    def __enter__(self) -> ActivationSwapper:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @not_compiled  # code that is compiled calls hooks, which would be compiled, too

@@ -1,7 +1,5 @@
 """Who has a run: a lock on its swap file, and a note of the process that holds it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -10,6 +8,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.storage.run_folder import read_in, write_in
@@ -33,12 +32,12 @@ class Owner:
     host: str
 
     @classmethod
-    def this(cls) -> Owner:
+    def this(cls) -> Self:
         """The process that asks."""
         return cls(os.getpid(), _began(os.getpid()) or "", socket.gethostname())
 
     @classmethod
-    def noted_in(cls, folder: Path) -> Owner | None:
+    def noted_in(cls, folder: Path) -> Self | None:
         """Read the note in a run's directory; None where there is none."""
         try:
             noted = cls(**json.loads(read_in(folder, NAME)))

@@ -1,7 +1,5 @@
 """One rank's part of a run whose committed steps outlive it: its directories, its swap files and its manifests."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -70,7 +68,7 @@ class DurableRun:
     """
 
     @classmethod
-    def of(cls, config: OffloadConfig) -> DurableRun | None:
+    def of(cls, config: OffloadConfig) -> Self | None:
         """Open this rank's part of the run that a section names; None where its state ends with the process.
 
         ConfigError: its copies are on one device.

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -60,9 +59,7 @@ class StagingBuffer:
     def __enter__(self) -> StagingBuffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -283,7 +283,7 @@ class SwapSpace:
         return next(file for file in self._files if file.fd == stripe.fd)
 
 
-class _AllOrNothing:
+class _AllOrNothing(AbstractContextManager["_AllOrNothing"]):
     """After an error in the block, ranges and their records are as they were.
 
     The records of what nobody had yet, too: left alone they would say that ranges which are free again were lost. It is
@@ -293,9 +293,6 @@ class _AllOrNothing:
     def __init__(self, files: Sequence[SwapFile], owned: dict[tuple[Stripe, ...], int], last: int) -> None:
         self._files, self._owned, self._last = files, owned, last
         self._before = [file.ranges.copy() for file in files]
-
-    def __enter__(self) -> None:
-        return
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

@@ -1,11 +1,9 @@
 """A tensor in pieces: what each is, where one ends and the next begins, which elements of the tensor it has."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -30,7 +28,7 @@ class TensorSpec:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+    def of(cls, tensor: torch.Tensor) -> Self:
         """Specify a tensor; its strides are not part of it."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 

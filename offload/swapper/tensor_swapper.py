@@ -1,16 +1,14 @@
 """Named tensors on NVMe: swap_out, swap_in, prefetch, evict. A library of its own, needs no optimizer and no model."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import TracebackType
 
 import torch
 
@@ -56,7 +54,7 @@ class SwapperStats:
     engine_stats: EngineStats
 
 
-class TensorSwapper:
+class TensorSwapper(AbstractContextManager["TensorSwapper"]):
     """Keeps tensors on NVMe under names. Thread-safe; its transfers can be waited for and awaited.
 
     Swap out what is not needed now::
@@ -255,12 +253,7 @@ class TensorSwapper:
         with self._closing:  # each part once more does no harm: an interrupted close can be repeated
             self._scheduler.close()
 
-    def __enter__(self) -> TensorSwapper:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _usable(self) -> threading.RLock:

@@ -5,14 +5,13 @@ the bytes of the tensors, which fill the rest of the file. Files are read, not m
 file count as resident memory of the process.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 import struct
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ class HeaderEntry:
         return self.numel * self.dtype.itemsize
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """The tensors of a file, or of several files as one.
 
     Making one reads and checks the headers of all files; a file is opened again when data of it is first read.
@@ -104,9 +103,6 @@ class SafetensorsReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

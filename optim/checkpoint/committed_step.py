@@ -1,9 +1,7 @@
 """A committed step of a run that nobody is in, as all its ranks left it: read without a model, and not changed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,16 +26,13 @@ class RankOfStep:
 
 
 @dataclass(frozen=True)
-class CommittedStep:
+class CommittedStep(AbstractContextManager["CommittedStep"]):
     """A step as all ranks of a run left it. Until the end of a ``with`` nobody else can be in the run."""
 
     name: str
     """The run's own."""
     ranks: list[RankOfStep]
     _files: ExitStack
-
-    def __enter__(self) -> CommittedStep:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._files.close()

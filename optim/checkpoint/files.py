@@ -5,8 +5,6 @@ the drive. One that is saved again is ``T.replaced`` for the moment between two 
 folder is only ever removed if it has our marker in it, and is no symbolic link.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -16,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -56,7 +54,7 @@ class FileRecord(NamedTuple):
         return {"size_bytes": self.size_bytes, self.kind: self.digest} | ({"host": self.host} if self.host else {})
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> FileRecord:
+    def from_json(cls, said: Mapping[str, Any]) -> Self:
         """Return what an entry of a manifest says; ValueError, LookupError or TypeError if it is none."""
         [kind] = said.keys() - {"size_bytes", "host"}
         if kind not in (BLOCKS, SHA256):
@@ -311,7 +309,7 @@ class HostSaves(NamedTuple):
     tag: str | None = None
 
     @classmethod
-    def below(cls, root: Path, tag: str | None) -> HostSaves:
+    def below(cls, root: Path, tag: str | None) -> Self:
         """Look what is there; CheckpointError where a manifest is damaged."""
         found = cls({}, tag=tag)
         with contextlib.suppress(CheckpointError):  # it is not there: perhaps it is on other hosts

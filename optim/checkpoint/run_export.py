@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -171,14 +171,11 @@ def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
         )
 
 
-class _NothingLeft:
+class _NothingLeft(AbstractContextManager["_NothingLeft"]):
     """Removes a folder that was not there before, if the block raises."""
 
     def __init__(self, folder: Path) -> None:
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]
-
-    def __enter__(self) -> None:
-        return
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

@@ -1,14 +1,12 @@
 """A checkpoint holds counters, hyperparameters, loss scale, schedule and what the user adds, beside tensors."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -60,7 +58,7 @@ class Scalars:
     """Its state."""
 
     @classmethod
-    def of(cls, training: TrainingParts) -> Scalars:
+    def of(cls, training: TrainingParts) -> Self:
         """Return those of a training, as they are now."""
         scheduler, scaler = training.lr_scheduler, training.loss_scaler
         return cls(

@@ -1,12 +1,10 @@
 """Distributed checkpoints in files: torch's format, written item by item with digests, read without running code."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, Self, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -39,7 +37,7 @@ class RankFile(NamedTuple):
         return json.dumps({"name": self.name, "record": [*self.record], "results": results})
 
     @classmethod
-    def from_json(cls, text: str) -> RankFile:
+    def from_json(cls, text: str) -> Self:
         """Return what another process wrote. All go this way: a pickle's bytes depend on who made its objects."""
         said = json.loads(text)
         name = str(said["name"])

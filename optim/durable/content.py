@@ -1,12 +1,10 @@
 """Encode what a commit holds beside the state: step counts, hyperparameters, random numbers and the user's own."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -46,7 +44,7 @@ class Content:
         groups: Iterable[Mapping[str, Any]],
         client_state: Mapping[str, Any],
         engine: Mapping[str, Any],
-    ) -> Content:
+    ) -> Self:
         """Return what there is now, with `counts` of updates under way. Encode it before anything changes."""
         return cls(
             step=step,
@@ -69,7 +67,7 @@ class Content:
         return saved({"format": FORMAT, **vars(self)})
 
     @classmethod
-    def decode(cls, blob: bytes, folder: Path) -> Content:
+    def decode(cls, blob: bytes, folder: Path) -> Self:
         """Read what `encode` made, without running code from it. ResumeError: it is none, or of another version."""
         try:
             found = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
@@ -80,7 +78,7 @@ class Content:
             raise ResumeError(folder, f"has a manifest whose content cannot be read: {error}") from error
         raise ResumeError(folder, f"has a manifest of format {version}; this version reads {FORMAT}")
 
-    def _checked(self) -> Content:
+    def _checked(self) -> Self:
         """Return this, if each field is what `encode` was given; ValueError names one that is not."""
         for name, kind in (("step", int), ("tick", int), ("steps", torch.Tensor), ("groups", list)):
             if type(getattr(self, name)) is not kind:

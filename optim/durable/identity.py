@@ -4,11 +4,9 @@ It is written once, beside the manifests, and has the layout of every extent: wh
 committed by it (`optim.durable.recorded`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -40,7 +38,7 @@ class ModelRecord(NamedTuple):
     """The model's stage in a pipeline."""
 
     @classmethod
-    def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> ModelRecord:
+    def of(cls, model: nn.Module, table: ParamTable, *, precision: str, rule: str, stage: int) -> Self:
         """Return the record of a model whose parameters are in a table."""
         tensors, tied = named_tensors(model)
         records = {name: table.find(tensor) for name, tensor in tensors.items()}

@@ -1,11 +1,9 @@
 """Read, without a model, which subgroups and parameters a run has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -70,7 +68,7 @@ class RecordedRun:
     """The alignment of extents, in bytes."""
 
     @classmethod
-    def of(cls, identity: Identity, folder: Path) -> RecordedRun:
+    def of(cls, identity: Identity, folder: Path) -> Self:
         """Read what a run was. ResumeError: it is no such thing, or its log cannot be replayed by this version."""
         try:
             revision = int(identity["kernel_revision"])

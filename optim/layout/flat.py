@@ -1,10 +1,8 @@
 """Show parameters and gradients as the kernels see them: one dimension, in the order of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -44,7 +42,7 @@ class Layout(NamedTuple):
     """Whether this is what is stored of a split parameter, which has its other parts elsewhere."""
 
     @classmethod
-    def of(cls, leaf: torch.Tensor, param: torch.Tensor) -> Layout:
+    def of(cls, leaf: torch.Tensor, param: torch.Tensor) -> Self:
         """Return the present layout of ``param``, the `storage_of` a parameter."""
         is_split = isinstance(local_tensor(leaf), SplitTensor)
         return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)

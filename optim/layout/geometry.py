@@ -1,11 +1,9 @@
 """Cut sharded tensors into boxes that are contiguous runs of one rank's memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -57,7 +55,7 @@ class Part:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Part:
+    def of(cls, tensor: torch.Tensor) -> Self:
         """Return this rank's part: the local tensor of a DTensor, all of any other tensor."""
         local = local_tensor(tensor)
         offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()

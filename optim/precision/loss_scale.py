@@ -5,10 +5,8 @@ DeepSpeed's hysteresis: the last of that many overflows lowers the scale. Hyster
 Mixed precision training: Micikevicius et al., arXiv:1710.03740.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from nvme_offload.offload.config.training import Fp16Config
 
@@ -36,7 +34,7 @@ class LossScaler:
     """Overflows until the scale halves; 0 means `hysteresis`."""
 
     @classmethod
-    def of(cls, section: Fp16Config) -> LossScaler:
+    def of(cls, section: Fp16Config) -> Self:
         """Return the scaler that the keys of the ``fp16`` section describe."""
         dynamic = section.loss_scale == 0
         return cls(

@@ -1,11 +1,9 @@
 """The precision plan: which dtype every parameter and buffer has, for what. Everything else asks it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -69,7 +67,7 @@ class PrecisionPlan:
         rule: UpdateRule | None = None,
         *,
         on_device: bool = False,
-    ) -> PrecisionPlan:
+    ) -> Self:
         """Plan a plain module, before it is sharded and in the dtypes it came with.
 
         What is unset in the section follows the compute dtype of each parameter. In a model with 16-bit and fp32

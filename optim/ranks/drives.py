@@ -4,15 +4,13 @@ Launchers give ranks in any order, and another one after a restart. The drives s
 process group, ranks are given before that, through its store: mesh, samplers and seeds follow, and no byte moves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -31,7 +29,7 @@ class Reach(NamedTuple):
     """By the rank that has committed something there; all of its paths."""
 
     @classmethod
-    def of(cls, config: OffloadConfig | None) -> Reach:
+    def of(cls, config: OffloadConfig | None) -> Self:
         """Look on the paths of a section; raises OSError where a folder cannot be looked into."""
         name = None if config is None else config.zero_optimization.offload_optimizer.run_name
         paths = [] if config is None or name is None else config.nvme_paths

@@ -1,7 +1,5 @@
 """AdamW: decoupled weight decay, Loshchilov and Hutter, arXiv:1711.05101."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -29,7 +27,7 @@ class MomentScalars(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], step: int, decay: float) -> MomentScalars:
+    def of(cls, group: Mapping[str, Any], step: int, decay: float) -> Self:
         """Compute all but `decay` in fp64, and round each once."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         is_corrected = group.get("bias_correction", True)

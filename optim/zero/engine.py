@@ -1,12 +1,10 @@
 """The ZeRO engine: a module sharded by FSDP2, an optimizer with its state on tiers, and the calls around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -153,12 +151,12 @@ class OffloadEngine:
             "and engine.lr_scheduler; nvme_offload.deepspeed.initialize returns the four values of DeepSpeed's"
         )
 
-    def train(self, mode: bool = True) -> OffloadEngine:
+    def train(self, mode: bool = True) -> Self:
         """Set the module's training mode."""
         self.module.train(mode)
         return self
 
-    def eval(self) -> OffloadEngine:
+    def eval(self) -> Self:
         """Set the module's evaluation mode."""
         return self.train(False)
 
@@ -709,7 +707,7 @@ class OffloadEngine:
         self.optimizer.close()
         rest.detach()
 
-    def __enter__(self) -> OffloadEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

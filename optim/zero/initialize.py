@@ -1,14 +1,12 @@
 """From a plain module to an engine: sharding, precision, tiers, and the checks that come before any of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -149,7 +147,7 @@ class _Making:
         init: Callable[[nn.Module], object] | None,
         optimizer: OptimizerFactory | None,
         param_groups: Iterable[Mapping[str, Any]] | None,
-    ) -> _Making:
+    ) -> Self:
         """Look at what this rank was given; changes nothing."""
         section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
         _check_devices(model)

@@ -1,11 +1,9 @@
 """Each dimension of a device mesh is for something, and ranks that must agree do."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -40,7 +38,7 @@ class MeshRoles:
     """The ranks of other stages, which have other parameters, 1-D; None without a pipeline."""
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> MeshRoles:
+    def of(cls, mesh: DeviceMesh) -> Self:
         """Read the names of a mesh's dimensions; without any of the known names it is data-parallel as a whole."""
         names = mesh.mesh_dim_names or ()
         if not set(names) & set(_KNOWN):

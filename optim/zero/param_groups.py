@@ -1,11 +1,9 @@
 """Parameter groups of a model before it is sharded: by name, by pattern, or by the parameters that it has then."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -101,7 +99,7 @@ class _Wanted:
     error: Callable[[str], ValueError]
 
     @classmethod
-    def of_section(cls, model: nn.Module, number: int, group: OptimizerGroup) -> _Wanted:
+    def of_section(cls, model: nn.Module, number: int, group: OptimizerGroup) -> Self:
         place = f"optimizer.groups[{number}]"
 
         def error(what: str) -> ValueError:
@@ -110,7 +108,7 @@ class _Wanted:
         return cls(place, _found(model, group.match, error), group.hyperparameters, error)
 
     @classmethod
-    def of_argument(cls, model: nn.Module, number: int, group: Mapping[str, Any]) -> _Wanted:
+    def of_argument(cls, model: nn.Module, number: int, group: Mapping[str, Any]) -> Self:
         place = f"param_groups[{number}]"
 
         def error(what: str) -> ValueError:

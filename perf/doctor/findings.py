@@ -1,13 +1,11 @@
 """`offload doctor` has findings, with levels, in a report that people and programs read."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -42,19 +40,19 @@ class Finding:
     meaning: str = ""  # the consequence of the finding; empty where there is none
     remedy: str = ""  # the words to type or write as a remedy
 
-    def at(self, level: Level, meaning: str, remedy: str = "") -> Finding:
+    def at(self, level: Level, meaning: str, remedy: str = "") -> Self:
         """The same as something to know or to change; there is always a meaning."""
         return replace(self, level=level, meaning=meaning, remedy=remedy)
 
-    def note(self, meaning: str, remedy: str = "") -> Finding:
+    def note(self, meaning: str, remedy: str = "") -> Self:
         """The same as a note."""
         return self.at(Level.NOTE, meaning, remedy)
 
-    def warning(self, meaning: str, remedy: str = "") -> Finding:
+    def warning(self, meaning: str, remedy: str = "") -> Self:
         """The same as a warning."""
         return self.at(Level.WARNING, meaning, remedy)
 
-    def error(self, meaning: str, remedy: str = "") -> Finding:
+    def error(self, meaning: str, remedy: str = "") -> Self:
         """The same as an error."""
         return self.at(Level.ERROR, meaning, remedy)
 

@@ -1,12 +1,10 @@
 """Memory at the peak and time of an iteration, with what forwards save in memory, computed again, and on a drive."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -53,7 +51,7 @@ Width = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple
 Context = Annotated[int, typer.Option(min=16, help="Tokens of the sequence.")]
 
 
-class Iterations:
+class Iterations(AbstractContextManager["Iterations"]):
     """Iterations of one model in one way, over one sequence of `context` tokens, without an optimizer.
 
     Gradients are there from the first and are added to: what comes later cannot hide behind what is not there yet. The
@@ -77,9 +75,6 @@ class Iterations:
             place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget_bytes(way, width, context)}
             swapper = ActivationSwapper({"activations": {"keep": way, **place}}, model=self._model)
             self._saving = self._stack.enter_context(swapper).saving
-
-    def __enter__(self) -> Iterations:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()

@@ -6,14 +6,12 @@ the minute. The answer is the median ratio divided by the median ratio of the co
 themselves.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 Arm = Callable[[], float]  # measures once. Gives bytes per second, or seconds: the same in both arms of a case.
 
@@ -28,7 +26,7 @@ class Quad:
     rates: tuple[float, float, float, float]
 
     @classmethod
-    def measure(cls, ours: Arm, reference: Arm) -> Quad:
+    def measure(cls, ours: Arm, reference: Arm) -> Self:
         """Measure a quad: four runs, one after the other."""
         return cls((ours(), reference(), reference(), ours()))
 

@@ -1,10 +1,9 @@
 """The state of a durable run moves and takes bytes by how often it is rewritten."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.chain import SlotLayout
@@ -35,7 +34,7 @@ class KeptState:
     copies: int = 1  # each on drives of its own
 
     @classmethod
-    def of(cls, config: OffloadConfig, machine: Machine) -> KeptState | None:
+    def of(cls, config: OffloadConfig, machine: Machine) -> Self | None:
         """As the optimizer would begin; None where the state ends with the process.
 
         "auto" takes what suits the drives; where they are not known, 1.

@@ -1,13 +1,11 @@
 """The machine that a plan is for: ranks, memory and drives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nvme_offload.offload.units import TB
 
@@ -35,7 +33,7 @@ class Drives:
     @classmethod
     def of_rates(
         cls, read: float, write: float, mixed: float | None = None, terabytes_written: float | None = None
-    ) -> Drives:
+    ) -> Self:
         """Drives as a data sheet has them. Without a mixed rate: that of drives that share time between directions."""
         _check_above_zero({"--read-bw": read, "--write-bw": write, "--mixed-bw": mixed, "--tbw": terabytes_written})
         shared = 2 / (1 / read + 1 / write) if mixed is None else mixed
@@ -43,7 +41,7 @@ class Drives:
         return cls(read=read, write=write, mixed=shared, endurance=endurance)
 
     @classmethod
-    def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Drives:
+    def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Self:
         """Drives as ``offload bench`` measured them, printed with ``--json`` or saved, in all three directions."""
         try:
             document = json.loads(file.read_text())

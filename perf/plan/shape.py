@@ -1,11 +1,9 @@
 """The shape of a model: how many parameters are gathered together, and what its activations depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -54,14 +52,12 @@ class ModelShape:
         """Number of repeated layers."""
         return len(self.layers)
 
-    def with_layers(self, num_layers: int) -> ModelShape:
+    def with_layers(self, num_layers: int) -> Self:
         """A model of this shape with another number of layers; all are as large as the largest."""
         return replace(self, layers=(max(self.layers, key=sum),) * num_layers)
 
     @classmethod
-    def of_numbers(
-        cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0
-    ) -> ModelShape:
+    def of_numbers(cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0) -> Self:
         """The shape of a transformer of which little is known; a `vocab_size` of 0 leaves the (tied) embedding out.
 
         The hidden size is by default what 12 x hidden_size^2 parameters in a layer ask for.
@@ -83,7 +79,7 @@ class ModelShape:
         )
 
     @classmethod
-    def of_config_file(cls, path: Path) -> ModelShape:
+    def of_config_file(cls, path: Path) -> Self:
         """The shape in a Hugging Face ``config.json``, or in the folder that holds it.
 
         The model is built without data (on the meta device).
@@ -106,14 +102,14 @@ class ModelShape:
         return cls.of_module(model, name=config.name_or_path or type(model).__name__, config=config.get_text_config())
 
     @classmethod
-    def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> ModelShape:
+    def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> Self:
         """The shape of a module, on any device, whose configuration has ``hidden_size`` and ``vocab_size``."""
         shape = cls.of_layers(model, name, config.hidden_size)
         intermediate_size = getattr(config, "intermediate_size", None) or shape.intermediate_size
         return replace(shape, intermediate_size=intermediate_size, vocab_size=config.vocab_size)
 
     @classmethod
-    def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> ModelShape:
+    def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> Self:
         """The shape of a module (on any device) with repeated layers of this width and no vocabulary."""
         blocks = find_blocks(model)
         if not blocks:
