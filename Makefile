@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 
 .PHONY: demo test check bench compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
@@ -15,7 +15,7 @@ WORKERS ?= 3
 demo: setup
 	$(BIN)/python -m nvme_offload.perf.experiments demo $(ARGS)
 
-# Three workers, on two processors: some tests wait. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
+# Four workers, on two processors: tests wait for drives, ranks and devices. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 

@@ -54,6 +54,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
+    """A worker has imported all that its children need, and pytest does not yet look at what is said: fork here.
+
+    Where there are no workers, torch may have several threads already, which a fork would not have.
+    """
+    if _is_worker(session.config):
+        from tests.support.forked import fork_here  # not before OMP_WAIT_POLICY is set
+
+        fork_here()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test of a worker waits for its turn, before its own time runs; one marked `quiet` has no other beside it."""
     if not _is_worker(item.config):
@@ -74,6 +87,13 @@ def _is_worker(config: pytest.Config) -> bool:
 def _needs_quiet(item: pytest.Item) -> bool:
     """Slow tests do, too: they are large."""
     return any(item.get_closest_marker(name) is not None for name in ("quiet", "slow"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files_before_leave_no_garbage() -> None:
+    """Tests that collect again and again look at what their own file has made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

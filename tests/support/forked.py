@@ -1,5 +1,7 @@
 """Children that need not import anything: forked from a process that has imported what takes seconds to import."""
 
+import faulthandler
+import logging
 import os
 import socket
 import subprocess
@@ -7,7 +9,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.multiprocessing as mp
@@ -16,6 +20,38 @@ ROOT = Path(__file__).parent.parent.parent
 
 FORKED = mp.get_context("forkserver")  # forks from a process that has done nothing else
 FORKED.set_forkserver_preload(["tests.support.preloaded"])
+
+
+def fork_here() -> None:
+    """Have children forked from what this process is now, in place of one that imports everything once more."""
+    resource_tracker.ensure_running()
+    with patch.object(util, "spawnv_passfds", _serve):
+        forkserver.ensure_running()
+
+
+def _serve(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Do in a fork of this process what Python would do with the arguments ``-c CODE``; return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        faulthandler.disable()  # it writes into what is not ours here
+        inherited = {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for each in inherited - {nothing}:
+            os.dup2(nothing, each, inheritable=False)  # not closed: objects that we have still write there
+        for handler in filter(None, (reference() for reference in logging._handlerList)):
+            if type(handler) is logging.StreamHandler:  # what it was made with was pytest's
+                handler.setStream(sys.stderr)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def say_into(out: Path | str, err: Path | str | None = None) -> None:
+    """From here on this process writes what it says to files; all of it to one, where there is no other."""
+    for number, path in ((1, out), (2, err or out)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 
 
 def take_over(environment: dict[str, str]) -> None:
@@ -67,8 +103,7 @@ def _run(
     code: str,
     arguments: Sequence[str],
 ) -> None:
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    say_into(f"{folder}/out", f"{folder}/err")
     take_over(environment)
     os.chdir(ROOT)
     sys.argv = ["-c", *arguments]

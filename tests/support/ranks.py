@@ -1,6 +1,7 @@
 """Real process groups (gloo, on loopback) for tests that need ranks."""
 
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.forked import FORKED, take_over
+from tests.support.forked import FORKED, say_into, take_over
 
 
 def be_alone():
@@ -44,6 +45,7 @@ def start_ranks(function, places, *args):
             if process.is_alive():
                 process.kill()
                 process.join()
+        sys.stderr.writelines(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.said")))
         problems = sorted(Path(folder).glob("*.problem"))
         if problems:
             raise AssertionError("\n".join(f"{path.stem}:\n{path.read_text()}" for path in problems))
@@ -53,6 +55,7 @@ def start_ranks(function, places, *args):
 
 
 def _run_rank(function, rank, world_size, folder, environment, enter, args):
+    say_into(Path(folder) / f"rank{rank}.said")
     take_over(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
