@@ -59,6 +59,9 @@ class Work:
     """Whether it happens as soon as what is before it in its stream has, though nobody waits for it."""
     stream: Stream | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.extents = [*map(extent_of, self.touches)]
+
 
 def is_ours() -> bool:
     """Whether this thread works behind the scenes: updates behind a step, gradients that land."""
@@ -151,7 +154,7 @@ class Late:
         return [
             work
             for work in [*self.pending]  # at once: a finalizer may queue more
-            if any(start < last and first < stop for first, last in map(extent_of, work.touches))
+            if any(start < last and first < stop for first, last in work.extents)
         ]
 
 
@@ -208,7 +211,7 @@ class Stream:
                 work.run()
         finally:
             del LATE.pending[work]
-            work.run, work.touches = lambda: None, ()
+            work.run, work.touches, work.extents = lambda: None, (), []
 
     def synchronize(self) -> None:
         LATE.note_wait("Stream.synchronize")
