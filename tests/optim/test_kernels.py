@@ -1,5 +1,6 @@
 """The native kernels and their number formats against their twins, bit for bit, and what else they promise."""
 
+import itertools
 import math
 import os
 import signal
@@ -25,13 +26,21 @@ from tests.support.twins import join_reference, split_reference
 
 NUMELS = (0, 1, 7, 64, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHORT = (0, 1, 7, 64, 65537)  # with each dtype in every run
+LONG = ((65536, torch.bfloat16), (200003, torch.float16))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("numel", "grad_dtype"),
+    [
+        pytest.param(*each, marks=() if each[0] in SHORT or each in LONG else pytest.mark.slow)
+        for each in itertools.product(NUMELS, GRAD_DTYPES)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("form", MasterForm)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_dtype, numel):
