@@ -152,12 +152,12 @@ def test_a_durable_write_is_torn_while_it_is_made(tmp_path):
         os.close(fd)
         recording.mark("done")
     crashes = list(recording.history().power_losses(num_random=300))
-    assert contents_after(crashes, ()) > {bytes(2048), b"\xff" * 2048, b"\xff" * 512 + bytes(1536)}
-    assert contents_after(crashes, ("done",)) == {b"\xff" * 2048}
+    assert contents(crashes) > {bytes(2048), b"\xff" * 2048, b"\xff" * 512 + bytes(1536)}
+    assert contents(crashes, "done") == {b"\xff" * 2048}
 
 
-def contents_after(crashes, marks):
-    return {crash.image["file"] for crash in crashes if crash.marks == marks}
+def contents(crashes, *latest):
+    return {crash.image["file"] for crash in crashes if crash.marks[-1:] == latest}
 
 
 def test_a_length_may_be_there_without_the_bytes(tmp_path):
@@ -244,10 +244,6 @@ def test_a_sync_covers_transfers_that_somebody_saw_done(tmp_path):
     assert contents(history.power_losses(), "too early") == {bytes(4096), b"y" * 4096}
     assert contents(history.power_losses(), "done") == {bytes(4096), b"y" * 4096}
     assert contents(history.power_losses(), "on the drive") == {b"y" * 4096}
-
-
-def contents(crashes, mark):
-    return {crash.image["file"] for crash in crashes if crash.marks and crash.marks[-1] == mark}
 
 
 def test_recordings_of_several_processes_are_one_history(tmp_path):

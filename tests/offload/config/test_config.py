@@ -400,21 +400,6 @@ def test_examples_on_the_page_are_accepted_and_equal(tmp_path):
     assert config == OffloadConfig.from_file(tmp_path / "a.toml") != OffloadConfig()
 
 
-def test_command_prints_page_or_schema(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["configuration_page"])
-    configuration_page.main()
-    assert capsys.readouterr().out == configuration_page.page()
-    monkeypatch.setattr("sys.argv", ["configuration_page", "--schema"])
-    configuration_page.main()
-    schema = json.loads(capsys.readouterr().out)
-    aio = schema["$defs"]["AioConfig"]
-    assert aio["additionalProperties"] is False
-    block_size = aio["properties"]["block_size"]
-    assert configuration_page.plain(block_size)["type"] == ["integer", "string"]
-    assert {"const": "auto"} in block_size["anyOf"], "which the reader accepts too"
-    assert {"intra_op_parallelism", "thread_count"} <= set(aio["properties"])
-
-
 FIELDS = [(prefix, model, name) for prefix, model in sections(OffloadConfig) for name in model.model_fields]
 
 
