@@ -54,6 +54,7 @@ _REMEDIES = {
     'aio.direct to "optional"',
     errno_names.EMFILE: "this process has as many files open as it may: raise the limit (`ulimit -n`), or close what "
     "it does not need; each optimizer and each TensorSwapper has about seven of its own",
+    errno_names.EFBIG: "no file here may be so long: raise the limit (`ulimit -f`), or use another file system",
     errno_names.ENODATA: "the file ended before this range did: something truncated it while it was in use; "
     "leave the files below nvme_path alone while a run is alive",
     errno_names.ENOENT: "there is no such folder: make it, or choose another nvme_path",
@@ -298,10 +299,10 @@ class CheckpointWriteError(OSError):
     def __str__(self) -> str:
         name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
         detail = f" ({self.detail})" if self.detail else ""
-        return (
-            f"writing {self.path} failed: {name}, {self.strerror}{detail}; {self.left}: "
-            "free space or give permission there, or choose another folder"
-        )
+        remedy = "free space or give permission there, or choose another folder"
+        if self.errno in (errno_names.EMFILE, errno_names.EFBIG):  # another folder has these limits, too
+            remedy = _REMEDIES[self.errno]
+        return f"writing {self.path} failed: {name}, {self.strerror}{detail}; {self.left}: {remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.errno, self.path, self.detail, self.left), self.__dict__

@@ -84,6 +84,9 @@ these keys.
 A file may hold the section inside one table or object named `deepspeed`, with nothing beside it:
 `[deepspeed.zero_optimization]` in TOML means `[zero_optimization]`.
 
+In every path that you give, `~` is the home folder: in the section, in `initialize`, and in calls
+such as `save_checkpoint("~/runs")`.
+
 An optimizer without an engine reads `zero_optimization`, `offload_gradients`, `host_budget`,
 `device_budget`, `aio`, `gradient_clipping`, `overlap_step` and `skip_non_finite`. It reads `stage`
 and `gradient_accumulation_steps` only to know what a step moves. All other keys are for

@@ -31,7 +31,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "devices", "progress", "units", "warn"},
+        {"_torch_private", "devices", "progress", "units", "user_path", "warn"},
         {"_fsdp_passes", "errors"},
         {"host", "sync"},
         {"config"},

@@ -69,6 +69,7 @@ from nvme_offload.offload.config.training import (
 from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
+from nvme_offload.offload.user_path import user_path
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608
@@ -536,7 +537,7 @@ class OffloadConfig(Section):
         if isinstance(section, OffloadConfig):
             return section
         if isinstance(section, str | Path):
-            return cls.on_drive(section) if Path(section).is_dir() else cls.from_file(section)
+            return cls.on_drive(section) if user_path(section).is_dir() else cls.from_file(section)
         if isinstance(section, Mapping):
             return cls.from_dict(section)
         what = "no section was given" if section is None else f"{section!r} is no section"
@@ -581,7 +582,7 @@ class OffloadConfig(Section):
         """
         data: Any = section
         if isinstance(section, str | Path):
-            data = parse_file(Path(section))
+            data = parse_file(user_path(section))
         data = data[WRAPPER] if is_wrapped(data) else data
         resolved, problems = resolve(data, args, num_training_steps) if isinstance(data, Mapping) else (data, {})
         return read(cls, resolved, str(section) if isinstance(section, str | Path) else "config", problems)
@@ -594,7 +595,7 @@ class OffloadConfig(Section):
             ConfigError: every problem, by its full key or by line and column.
             OSError: the file cannot be read.
         """
-        path = Path(path)
+        path = user_path(path)
         return read(cls, parse_file(path), str(path))
 
 

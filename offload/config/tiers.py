@@ -16,16 +16,14 @@ from nvme_offload.offload.config.keys import (
     key,
 )
 from nvme_offload.offload.units import KiB
+from nvme_offload.offload.user_path import user_path
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
     items = [] if value is None else value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | Path) and item != "" for item in items):
         raise ValueError("is neither a path nor a list of paths")
-    try:
-        paths = tuple(Path(item).expanduser() for item in items)
-    except RuntimeError as error:  # "~name" of a user that does not exist
-        raise ValueError(str(error)) from None
+    paths = tuple(map(user_path, items))
     if len(set(paths)) < len(paths):
         raise ValueError("names one path twice")
     return paths
@@ -38,7 +36,7 @@ PathTuple = Annotated[tuple[Path, ...], BeforeValidator(_paths), WithJsonSchema(
 def _file(value: Any) -> Path:
     if not isinstance(value, str | Path) or value == "":
         raise ValueError("is no path")
-    return Path(value).expanduser()
+    return user_path(value)
 
 
 FilePath = Annotated[Path, BeforeValidator(_file), WithJsonSchema({"type": "string"})]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 
@@ -90,6 +91,9 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
         self._locks = PageLocks(offload.pin_memory, logger.warning)
         self._scheduler = TaskScheduler(self.config, faults)
         _live.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a TensorSwapper cannot be pickled or copied: its tensors are on a drive. Make another one")
 
     @property
     def tier(self) -> NvmeTier:

@@ -20,6 +20,7 @@ import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import WeightsError
+from nvme_offload.offload.user_path import user_path
 
 DTYPES = {
     "F64": torch.float64,
@@ -83,7 +84,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self._files: dict[Path, Descriptor] = {}
         self.tensors: dict[str, HeaderEntry] = _tensors_at(self.path)
         """In the order of the files."""

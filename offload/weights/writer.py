@@ -23,6 +23,7 @@ from nvme_offload.offload.progress import progress
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
 from nvme_offload.offload.weights.staging import WEIGHT_FILE, HiddenFolder
 
@@ -124,7 +125,7 @@ def write_sharded(
         HalfRenamedError: it failed at the very end, between two renames.
     """
     shards = _plan(list(items), dtype, max_shard_bytes)
-    export = _Export(Path(path), shards, stored, group, writes)
+    export = _Export(user_path(path), shards, stored, group, writes)
     try:
         export.do(export.make_room)
         export.agree()

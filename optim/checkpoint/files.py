@@ -164,10 +164,11 @@ def locked(root: Path) -> Descriptor:
 
 def check_tag(tag: str) -> None:
     """Raise ValueError for a tag that cannot be the name of a folder of its own."""
-    if not tag or tag in (LATEST, ".", "..") or "/" in tag or "\0" in tag or tag.endswith((PARTIAL, REPLACED)):
+    is_line = tag == tag.strip() and tag.isprintable()  # as the file `LATEST` gives it back
+    if not tag or not is_line or tag in (LATEST, ".", "..") or "/" in tag or tag.endswith((PARTIAL, REPLACED)):
         raise ValueError(
-            f"tag {tag!r}: must be the name of a folder, without '/', not {LATEST!r}, and not ending in {PARTIAL!r} "
-            f"or {REPLACED!r}"
+            f"tag {tag!r}: must be the name of a folder, printable, without '/' and without spaces at its ends, not "
+            f"{LATEST!r}, and not ending in {PARTIAL!r} or {REPLACED!r}"
         )
 
 

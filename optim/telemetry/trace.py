@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.telemetry.stats import Span, SpanKind
 
 TRACKS: dict[str, tuple[SpanKind, ...]] = {
@@ -19,9 +20,10 @@ TRACKS: dict[str, tuple[SpanKind, ...]] = {
 _NAMES: dict[SpanKind, str] = {"compute": "update", "wait": "waiting"}
 
 
-def write_trace(spans: Iterable[Span], path: Path) -> None:
+def write_trace(spans: Iterable[Span], path: str | Path) -> None:
     """Write a timeline, `OffloadEngine.timeline` say, in the trace event format."""
-    path.write_text(json.dumps({"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}), encoding="utf-8")
+    document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
+    user_path(path).write_text(json.dumps(document), encoding="utf-8")
 
 
 def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:

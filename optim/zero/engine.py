@@ -20,6 +20,7 @@ from nvme_offload.offload.activations.activation_swapper import ActivationSwappe
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
+from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import begin_save
 from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
@@ -553,9 +554,9 @@ class OffloadEngine:
         self._end_background()
         with self._peers.named():
             if background:
-                self._save_in_background(Path(dir), tag, client_state, share)
+                self._save_in_background(user_path(dir), tag, client_state, share)
             else:
-                checkpoint.save(self._training, Path(dir), tag, client_state)
+                checkpoint.save(self._training, user_path(dir), tag, client_state)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -588,7 +589,8 @@ class OffloadEngine:
             SwapIOError: a tier failed on the way; load again.
         """
         self._end_background()
-        loaded = checkpoint.load(self._training, Path(dir), tag, lambda found: self._go_on_from(found.global_steps))
+        root, go_on = user_path(dir), lambda found: self._go_on_from(found.global_steps)
+        loaded = checkpoint.load(self._training, root, tag, go_on)
         if loaded is None:
             return None, None
         if self.optimizer.is_durable:  # what was before is not gone back to
@@ -640,8 +642,9 @@ class OffloadEngine:
                 "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
                 "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
             )
+        folder, most = user_path(dir), parse_bytes(max_shard_bytes)
         own, writes = self.precision_plan.own, CheckpointSite.of(self._training).is_keeper
-        return export_safetensors(self.module, Path(dir), dtype, parse_bytes(max_shard_bytes), own, self._group, writes)
+        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.

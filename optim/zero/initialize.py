@@ -21,6 +21,7 @@ from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
+from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.blocks import find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
@@ -150,7 +151,7 @@ class _Making:
     ) -> Self:
         """Look at what this rank was given; changes nothing."""
         section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
-        _check_devices(model)
+        _check_parameters(model)
         chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
         layers = find_blocks(model) if blocks is None else chosen  # without large ends: those are cheap to keep
         check_blocks(model, layers, section.activations)
@@ -244,7 +245,7 @@ def _section(config: Any, model: Any, more: Mapping[str, Any]) -> Any:
             how = "write initialize(model, section), with a torch.nn.Module as model"
             raise TypeError(f"initialize: model = a {type(model).__name__}: {how}")
         with suppress(Exception):  # raised again on all ranks, when there is a process group
-            if isinstance(config, str | Path) and Path(config).is_dir():  # trained in what it was made in
+            if isinstance(config, str | Path) and user_path(config).is_dir():  # trained in what it was made in
                 is_bf16 = any(param.dtype is torch.bfloat16 for param in model.parameters())
                 return OffloadConfig.on_drive(config, bf16={"enabled": is_bf16})
             return OffloadConfig.of(config)
@@ -358,11 +359,15 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
     return device.type if is_device(device) else HOST.type
 
 
-def _check_devices(model: nn.Module) -> None:
-    """Raise ValueError for a module without parameters, or with parameters on several devices."""
+def _check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a module without parameters, with scalars, or with parameters on several devices."""
     params = list(model.parameters())
     if not params:
         raise ValueError("initialize: the model has no parameters")
+    if scalar := next((name for name, param in model.named_parameters() if param.ndim == 0), None):
+        owner, _, own = f"model.{scalar}".rpartition(".")
+        remedy = f"write {owner}.{own} = torch.nn.Parameter({owner}.{own}.detach()[None]) before it"
+        raise ValueError(f"initialize: {scalar!r} is a scalar, and FSDP2 cuts the first dimension: {remedy}")
     devices = sorted({str(param.device) for param in params})
     device = params[0].device
     if len(devices) > 1 or not (is_on_meta(model) or is_host(device) or is_device(device)):

@@ -5,13 +5,12 @@ from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from nvme_offload.offload.units import GB, MiB, format_bytes, format_rate
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
 from nvme_offload.perf.measure.machine import describe
-from nvme_offload.perf.measure.results import page
+from nvme_offload.perf.measure.results import page, shown_table
 from nvme_offload.perf.measure.workloads import Sample
 
 FIGURES = "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "longest", "CPU s/GB"
@@ -79,12 +78,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         lines.append("without direct I/O these figures are those of the page cache, not of the drive")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    table = Table(*HEAD, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows_of(document):
-        table.add_row(*row.values())
-    console.print(table)
+    console.print(shown_table(rows_of(document), console), highlight=False)
     if not document["verified"]:
         for rw, result in document["results"].items():
             cost = result["summary"]["cpu_us_per_mib"]

@@ -8,12 +8,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Column, Table
 
 from nvme_offload.offload.progress import say
 from nvme_offload.perf.measure.command_line import check_save, failures_in_words, say_saved
 from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.results import page, save
+from nvme_offload.perf.measure.results import page, save, shown_table
 
 
 class CaseOutcome(Protocol):
@@ -86,22 +85,8 @@ def run_experiment(
                 dist.destroy_process_group()
     found, console = list(known.values()), Console()
     if found:
-        console.print(_table([list(found[0].shown), *(list(each.shown.values()) for each in found)], console))
+        console.print(shown_table([each.shown for each in found], console))
     for note in notes(found):
         console.print(note, soft_wrap=True, highlight=False)
     say_saved(files)
     return found
-
-
-def _table(rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """Make a table that the console is wide enough for: with its columns as rows, or with cells of several lines."""
-    wide = console.options.update(max_width=1000)
-    tables = _filled(rows), _filled(list(zip(*rows, strict=True)))
-    return next((each for each in tables if console.measure(each, options=wide).maximum <= console.width), tables[0])
-
-
-def _filled(rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*(Column(each, overflow="fold") for each in rows[0]), box=None)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table

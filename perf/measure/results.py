@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Column, Table
+
 from nvme_offload.perf.measure.machine import describe
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -23,6 +26,21 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a Markdown table of rows, by the heads of the columns."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (rows[0], *(row.values() for row in rows))]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def shown_table(rows: Sequence[Mapping[str, str]], console: Console) -> Table:
+    """Make a table that the console is wide enough for: with its columns as rows, or with cells of several lines."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    wide = console.options.update(max_width=1000)
+    tables = _filled(cells), _filled(list(zip(*cells, strict=True)))
+    return next((each for each in tables if console.measure(each, options=wide).maximum <= console.width), tables[0])
+
+
+def _filled(cells: Sequence[Sequence[str]]) -> Table:
+    filled = Table(*(Column(each, overflow="fold") for each in cells[0]), box=None)
+    for row in cells[1:]:
+        filled.add_row(*row)
+    return filled
 
 
 def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[Path]:

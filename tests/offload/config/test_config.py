@@ -458,6 +458,7 @@ def test_errors_survive_pickling(error):
         (errno.ENODATA, "truncated it"),
         (errno.EROFS, "remount"),
         (errno.EACCES, "permission"),
+        (errno.EFBIG, "ulimit -f"),
         (errno.ENODEV, "man errno"),
     ],
 )
@@ -475,6 +476,10 @@ def test_out_of_space_says_needed_and_free():
     assert isinstance(error, SwapIOError)
     assert error.errno == errno.ENOSPC
     assert "needed 4 GiB, free 3 GiB (4294967296 and 3221225472 bytes)" in str(error)
+
+
+def test_a_limit_of_the_process_is_not_taken_for_one_of_the_folder():
+    assert str(CheckpointWriteError(errno.EMFILE, "/checkpoints")).endswith("has about seven of its own")
 
 
 def test_misuse_errors_are_runtime_errors_with_words():

@@ -1,6 +1,8 @@
 """Same shape, dtype and bits come back, in the order of the calls, from every engine; misuse is said in words."""
 
+import copy
 import gc
+import pickle
 import time
 import weakref
 
@@ -270,6 +272,12 @@ def test_tensors_without_dense_data_are_refused(swapper):
     with pytest.raises(TypeError, match="'x': a TensorSwapper keeps tensors, not a list"):
         swapper.swap_out("x", [1.0])
     assert swapper.names() == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_copying_is_refused_in_words(swapper, duplicate):
+    with pytest.raises(TypeError, match=r"its tensors are on a drive\. Make another one"):
+        duplicate(swapper)
 
 
 def test_the_device_must_be_nvme():

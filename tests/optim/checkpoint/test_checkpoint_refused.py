@@ -302,9 +302,11 @@ def test_what_cannot_be_saved_is_refused_before_a_file_is_made(engine, tmp_path)
     for odd in ("epoch", [("epoch", 1)]):
         with pytest.raises(ValueError, match=r"client_state is a (str|list): write a dict"):
             engine.save_checkpoint(root, client_state=odd)
-    for tag in ("", "a/b", "..", "latest", "x.partial", "x.replaced"):
+    for tag in ("", "a/b", "..", "latest", "x.partial", "x.replaced", "end ", "two\nlines", "\udcff"):
         with pytest.raises(ValueError, match="must be the name of a folder"):
             engine.save_checkpoint(root, tag)
+    with pytest.raises(ValueError, match=r"no such user; write './~nobody-is-called-so' for a name with '~'"):
+        engine.save_checkpoint("~nobody-is-called-so")
     engine.optimizer.param_groups[0]["note"] = object()
     with pytest.raises(ValueError, match=r"parameter group 0: note = .* cannot be saved"):
         engine.save_checkpoint(root)

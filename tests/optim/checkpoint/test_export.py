@@ -9,7 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nvme_offload import CheckpointWriteError, WeightsError, initialize
+from nvme_offload import (
+    CheckpointWriteError,
+    WeightsError,
+    initialize,
+    weight_items,
+    write_sharded,
+    write_trace,
+)
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from tests.support.ranks import run_ranks
@@ -149,3 +156,21 @@ def test_what_fails_leaves_nothing_of_it(tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         with pytest.raises(CheckpointWriteError, match="EEXIST"):
             engine.save_16bit_model(tmp_path / "file")
+
+
+def test_home_is_known_wherever_a_path_is_given(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "offload.json").write_text("{}")
+    with initialize(torch.nn.Linear(3, 2), "~/offload.json") as engine:
+        engine.save_checkpoint("~/saved", "first")
+        assert engine.load_checkpoint("~/saved")[0] == str(tmp_path / "saved" / "first")
+        [file] = engine.export_safetensors("~/weights")
+        written = write_sharded("~/more", weight_items(engine.module))
+        write_trace(engine.timeline(), "~/trace.json")
+    assert [file, *written] == [tmp_path / folder / "model.safetensors" for folder in ("weights", "more")]
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 2)
+    with initialize(model, {}, weights="~/weights") as other:
+        assert torch.equal(dict(other.weights())["bias"], load_file(file)["bias"])
+    assert names_in(tmp_path) == ["more", "offload.json", "saved", "trace.json", "weights"]

@@ -289,6 +289,11 @@ def test_a_folder_stands_for_a_section(alone, drive):
 def test_models_that_cannot_be_used_are_refused(alone, make_engine):
     with pytest.raises(ValueError, match="the model has no parameters"):
         initialize(nn.ReLU(), section())
+    scaled = fresh_model()
+    scaled.scale = nn.Parameter(torch.tensor(2.0))
+    remedy = r"write model\.scale = torch\.nn\.Parameter\(model\.scale\.detach\(\)\[None\]\)"
+    with pytest.raises(ValueError, match=f"'scale' is a scalar, and FSDP2 cuts the first dimension: {remedy}"):
+        initialize(scaled, section())
     with pytest.raises(ValueError, match="is on cpu, meta"):
         initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), section())
     for option in ("weights", "init"):
