@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
@@ -161,6 +161,8 @@ def shard_model(
         # be the first gradient, or come at all: the few parameters in lists stay.
         reshard = reshard_after_forward and len(modules) == 1
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if hasattr(model, "generate"):  # that of a model with encoder and decoder calls the encoder before the model
+        register_fsdp_forward_method(model, "generate")
     train_through_any_output(model)
     _gather_in_own_dtypes(model, plan)
     if mesh.size() == 1:

@@ -99,6 +99,26 @@ def test_a_llama_generates_the_tokens_that_it_does_in_memory(alone, tmp_path):
         assert 2 * numel <= read / (len(forwards) - count) <= 2 * numel + pages
 
 
+def test_an_encoder_that_generate_calls_itself_is_gathered(alone, tmp_path):
+    """Before the model is called; an interrupted one and a step in between change nothing."""
+    small_llama = pytest.importorskip("tests.support.small_llama", reason="transformers is not installed")
+    prompt = torch.randint(small_llama.VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    with initialize(small_llama.t5(), on_nvme(tmp_path, buffer_count=2)) as engine:
+        for _ in range(2):
+            engine.train()
+            engine.backward(engine(input_ids=prompt, labels=prompt).loss)
+            engine.step()
+            engine.eval()
+            plain = small_llama.t5().eval()
+            plain.load_state_dict(dict(engine.weights()), strict=False)  # tied ones come once
+            for beams in (1, 3):
+                with pytest.raises(ValueError, match="nonsense"):
+                    engine.module.generate(prompt, nonsense=True)
+                found = engine.module.generate(prompt, num_beams=beams, **options)
+                assert torch.equal(found, plain.bfloat16().generate(prompt, num_beams=beams, **options))
+
+
 @pytest.mark.parametrize("dtype", ["own", "fp32", "fp16"])
 def test_weights_come_one_by_one_as_an_export_has_them(alone, tmp_path, dtype):
     model = frozen().requires_grad_(True)
