@@ -5,8 +5,6 @@ in streams, marks places in them with events, and page-locks memory of ours: CUD
 stand-in of the tests.
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 from collections.abc import Iterable

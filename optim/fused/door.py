@@ -1,7 +1,5 @@
 """Say whether kernels of Triton's run on a device."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import ModuleType
 

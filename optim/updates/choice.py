@@ -1,7 +1,5 @@
 """Choose the way in which a subgroup is updated."""
 
-from __future__ import annotations
-
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix

@@ -4,8 +4,6 @@ Masters, states and checks are those of the native kernels. On a device rules th
 and nothing waits for the device: what the host wants to know is a tensor there.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

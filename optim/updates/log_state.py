@@ -1,7 +1,5 @@
 """Keep the log of a subgroup of a durable run: what is read with it, and as what it is to be written."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import NamedTuple
 

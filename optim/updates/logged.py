@@ -1,7 +1,5 @@
 """Update subgroups of a durable run: after the updates in the log, and with what it takes to do this one again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Keep logs of subgroups: what steps did since a base was written, to do it again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

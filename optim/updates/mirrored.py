@@ -1,7 +1,5 @@
 """Update parameters on a device whose state is not: copies of one subgroup at a time are updated in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Update by a native kernel: all runs of a subgroup in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Define the updater: what updates one subgroup, in whatever way."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Gather whole parameters for rules that need them: over ranks, one by one, in one order on all of them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
