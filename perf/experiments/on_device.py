@@ -37,7 +37,6 @@ _COPIED_BYTES = 512 << 20
 _UPDATED = 64_000_000  # parameters
 
 _UNCLIPPED = {"gradient_clipping": 0.0, "skip_non_finite": False, "overlap_step": "backward"}
-TORCHS_OWN = "torch.optim.AdamW, all of it bf16 on the device"
 ON_DEVICE = "state on the device"
 CASES: dict[str, dict[str, Any]] = {
     "state in host memory, off": {"overlap_step": "off"},
@@ -105,9 +104,9 @@ class Bench:
             self.rates["pcie"] = _copy_rate(self.device)
 
     def torchs_own(self) -> Row:
-        """Measure torch's AdamW with parameters and state in bf16, which is fewer bytes than any other case."""
+        """Measure torch's AdamW with parameters and state in bf16, and how fast a model computes there."""
         model, batch = self.model().bfloat16(), self.batch.bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        numel, optimizer = sum(map(torch.numel, model.parameters())), torch.optim.AdamW(model.parameters(), fused=True)
 
         def compute() -> None:
             model(batch).float().square().mean().backward()
@@ -116,7 +115,9 @@ class Bench:
             optimizer.step()
             optimizer.zero_grad()
 
-        return self._row(TORCHS_OWN, self._seconds(compute, step, step))
+        seconds = self._seconds(compute, step, bool)
+        self.rates["flops"] = 6.0 * numel * self.tokens / seconds["computing"]
+        return self._row("torch.optim.AdamW, all of it bf16 on the device", seconds)
 
     def of_case(self, name: str) -> Row:
         """Measure a case, beside its plan."""
@@ -129,10 +130,7 @@ class Bench:
                 engine.accumulate(lambda batch: engine(batch).float().square().mean(), micro_batches)
 
             seconds = self._seconds(compute, engine.step, engine.optimizer.synchronize)
-            numel = sum(parameter.numel() for parameter in engine.module.parameters())
             stats = engine.optimizer.stats()
-        if "flops" not in self.rates:
-            self.rates["flops"] = 6.0 * numel * self.tokens / seconds["computing"]
         early = stats.updates_in_backward / (stats.updates_in_backward + stats.updates_behind or 1)
         return self._row(name, seconds, self._planned(section_of(name, self.path)), early)
 
@@ -233,12 +231,12 @@ def on_device(
     """Measure iterations on this machine's GPU by where things are kept, beside `offload plan`."""
     bench = Bench(device_here() or current_of("cpu"), path, layers, width, tokens, count)
     here = [name for name in CASES if bench.device.type != "cpu" or name != ON_DEVICE]
-    names = [name for name in (TORCHS_OWN, *here) if not only or any(each in name for each in only)]
+    names = [name for name in here if not only or any(each in name for each in only)]
 
     def outcomes() -> Iterator[Row]:
         bench.measure_rates()
-        for name in names:
-            yield bench.torchs_own() if name == TORCHS_OWN else bench.of_case(name)
+        yield bench.torchs_own()
+        yield from map(bench.of_case, names)
 
     def notes(found: list[Row]) -> list[str]:
         facts = facts_of(bench.device) if bench.device.type != "cpu" else {"name": "CPU"}
