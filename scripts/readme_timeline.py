@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from nvme_offload.perf.experiments.demo.training import merge, total
-
+Interval = tuple[float, float]
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "timeline.png"
 INK, GRID, WAITING = "#22272e", "#e6e9ed", "#c4cad1"
 KINDS = {
@@ -52,6 +52,22 @@ class Bar(NamedTuple):
     subgroup: int  # -1 for what belongs to none
     start: float
     end: float
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The times in which at least one of the intervals runs, disjoint and in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Length of all intervals together."""
+    return sum(end - start for start, end in intervals)
 
 
 def bars_of(trace: dict[str, Any]) -> list[Bar]:

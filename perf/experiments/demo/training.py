@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -24,7 +24,6 @@ WARM_UP_PASSES = 2
 DIGESTED = ("master", "exp_avg", "exp_avg_sq")
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +58,14 @@ class DemoRun:
     """Resident memory after training, less what was resident before the optimizer existed; no gradients in either."""
     kernel_bytes: tuple[int, int] | None = None  # bytes read and written by the process, as the kernel counts them
     counted_bytes: tuple[int, int] = (0, 0)  # the same as the optimizer counts them
+    busy_seconds: float = 0.0  # of the drive meanwhile
     stats: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def rate(self) -> float | None:
         """Bytes per second while a read or a write was under way; None where nothing moved."""
-        times = merge((start, end) for kind, _, start, end in self.spans if kind in ("read", "write"))
-        return sum(self.counted_bytes) / total(times) * 1e9 if times else None
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The times in which at least one of the intervals runs, disjoint and in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Length of all intervals together."""
-    return sum(end - start for start, end in intervals)
+        return sum(self.counted_bytes) / self.busy_seconds if self.busy_seconds else None
 
 
 def work(section: dict[str, Any], size: ModelSize, threads: int, told: Iterator[Any], send: Send) -> None:
@@ -108,7 +91,7 @@ def work(section: dict[str, Any], size: ModelSize, threads: int, told: Iterator[
         run = DemoRun(settings=section, num_parameters=numel)
         _step(model, optimizer, stream)
         optimizer.synchronize()
-        by_kernel, counted = storage_bytes(), _moved(optimizer)
+        by_kernel, before_steps = storage_bytes(), optimizer.stats()
         send("run", run)
         for steps in told:
             optimizer.begin_iteration()
@@ -117,10 +100,14 @@ def work(section: dict[str, Any], size: ModelSize, threads: int, told: Iterator[
                 run.spans.update(optimizer.timeline())
             optimizer.synchronize()
             run.spans.update(optimizer.timeline())  # what ran on behind the last step
-            run.peak_bytes, run.stats = peak_resident_bytes(), asdict(optimizer.stats())
+            now = optimizer.stats()
+            run.peak_bytes, run.stats = peak_resident_bytes(), asdict(now)
             run.kernel_bytes = moved_since(by_kernel)
-            now = _moved(optimizer)
-            run.counted_bytes = now[0] - counted[0], now[1] - counted[1]
+            run.counted_bytes = (
+                now.bytes_read - before_steps.bytes_read,
+                now.bytes_written - before_steps.bytes_written,
+            )
+            run.busy_seconds = now.drive_busy_seconds - before_steps.drive_busy_seconds
             send("run", run)
         run.optimizer_bytes = settled_resident_bytes() - before
         run.digests = _digest_all(model, optimizer)
@@ -161,11 +148,6 @@ def _step(model: nn.Module, optimizer: OffloadAdamW, stream: Batches) -> Step:
         share_of_ideal=stats.iteration.share_of_ideal if stats.iteration else None,
         limit=stats.iteration.limit if stats.iteration else "",
     )
-
-
-def _moved(optimizer: OffloadAdamW) -> tuple[int, int]:
-    stats = optimizer.stats()
-    return stats.bytes_read, stats.bytes_written
 
 
 def _digest_all(model: nn.Module, optimizer: OffloadAdamW) -> dict[str, str]:

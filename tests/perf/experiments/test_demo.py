@@ -20,7 +20,7 @@ from nvme_offload.offload.host.proc import Mount
 from nvme_offload.optim.telemetry.trace import TRACKS
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
-from nvme_offload.perf.experiments.demo.training import DemoRun, Step, merge, total
+from nvme_offload.perf.experiments.demo.training import DemoRun, Step
 from nvme_offload.perf.measure import gpt
 from nvme_offload.perf.measure.experiment import Row
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus, parse_size
@@ -239,8 +239,3 @@ def test_corpus_is_the_same_each_time_and_skips_tests(tmp_path):
             assert torch.equal(a, b)
     with pytest.raises(FileNotFoundError, match="1 Python source files"):
         load_corpus(tmp_path / "test")
-
-
-def test_intervals():
-    assert merge([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
-    assert total([(0, 3), (5, 6)]) == 4
