@@ -19,7 +19,6 @@ from torch import nn
 
 from nvme_offload import OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.offload.devices.device import CopyQueue, current_of, wait_for_all
-from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import GB, GiB
 from nvme_offload.perf.experiments.plan_check import drive_rates
 from nvme_offload.perf.measure.accelerator import device_here, facts_of
@@ -64,13 +63,7 @@ def section_of(case: str, path: Path) -> dict[str, Any]:
         return {"device": place, **({"nvme_path": str(path)} if place == "nvme" else {})}
 
     zero = {"stage": 3, "offload_optimizer": on(state), "offload_param": on(params)}
-    return {
-        "zero_optimization": zero,
-        "offload_gradients": on(grads),
-        "gradient_clipping": 1.0,
-        **MODES["bf16"],
-        **rest,
-    }
+    return {"zero_optimization": zero, "offload_gradients": on(grads), "gradient_clipping": 1.0, **MODES["bf16"]} | rest
 
 
 @dataclass(frozen=True)
@@ -85,16 +78,10 @@ class Bench:
     count: int
     rates: dict[str, float] = field(default_factory=dict)  # of the machine, for the plan
 
-    def model(self) -> nn.Sequential:
-        """Make one, with its values on the device."""
-        torch.manual_seed(0)
+    def made(self) -> tuple[nn.Sequential, torch.Tensor]:
+        """Make a model on the device, and one micro-batch of hidden states [tokens, width]."""
         with self.device:
-            return layered_model(self.layers, self.width)
-
-    @property
-    def batch(self) -> torch.Tensor:
-        """One micro-batch: hidden states [tokens, width]."""
-        return torch.randn(self.tokens, self.width, device=self.device)
+            return layered_model(self.layers, self.width), torch.randn(self.tokens, self.width)
 
     def measure_rates(self) -> None:
         """Measure the machine: bytes, updates and operations per second."""
@@ -105,7 +92,8 @@ class Bench:
 
     def torchs_own(self) -> Row:
         """Measure torch's AdamW with parameters and state in bf16, and how fast a model computes there."""
-        model, batch = self.model().bfloat16(), self.batch.bfloat16()
+        model, batch = self.made()
+        model, batch = model.bfloat16(), batch.bfloat16()
         numel, optimizer = sum(map(torch.numel, model.parameters())), torch.optim.AdamW(model.parameters(), fused=True)
 
         def compute() -> None:
@@ -121,7 +109,7 @@ class Bench:
 
     def of_case(self, name: str) -> Row:
         """Measure a case, beside its plan."""
-        batch, model = self.batch, self.model()
+        model, batch = self.made()
         with initialize(model, section_of(name, self.path)) as engine:
             del model
             micro_batches = [batch] * engine.gradient_accumulation_steps
@@ -198,25 +186,17 @@ def _update_rate() -> float:
 
 def _copy_rate(device: torch.device) -> float:
     """Return bytes per second each way between pinned memory and a device, both ways at once."""
-    regions, copies = [HostRegion(_COPIED_BYTES) for _ in range(2)], []
-    try:
-        for region in regions:
-            region.pin(device)
-            there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
-            copies.append((CopyQueue(device), there, region.view(torch.uint8, 0, _COPIED_BYTES)))
-        (up, there, source), (down, other, target) = copies
-        seconds = []
-        for _ in range(4):
-            wait_for_all(device)
-            began = time.perf_counter()
-            up.copy(there, source)
-            down.copy(target, other)
-            wait_for_all(device)
-            seconds.append(time.perf_counter() - began)
-        return _COPIED_BYTES / min(seconds)
-    finally:
-        for region in regions:
-            region.unpin()
+    here = [torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there, queues = [each.to(device) for each in here], [CopyQueue(device) for _ in here]
+    seconds = []
+    for _ in range(4):
+        wait_for_all(device)
+        began = time.perf_counter()
+        queues[0].copy(there[0], here[0])
+        queues[1].copy(here[1], there[1])
+        wait_for_all(device)
+        seconds.append(time.perf_counter() - began)
+    return _COPIED_BYTES / min(seconds)
 
 
 def on_device(
