@@ -21,7 +21,10 @@ _ABOUT = {
     "durable": ("Count the bytes that durable steps and steps in place move.", "--path /mnt/nvme0"),
     "hidden-step": ("Measure how much of a step each schedule hides.", "paced"),
     "micro-batches": ("Measure the orders of micro-batches with everything on NVMe.", "bytes --path /mnt/nvme0"),
-    "on-device": ("Measure iterations on this machine's GPU by where things are kept.", "--path /mnt/nvme0"),
+    "on-device": (
+        "Measure iterations on this machine's GPU by where things are kept, beside `offload plan`.",
+        "--path /mnt/nvme0",
+    ),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",
         "--path /mnt/nvme0 --memory-only",
