@@ -354,7 +354,6 @@ def test_every_mistake_of_an_engine_is_found(mutation):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", OF_UPDATES_BEHIND)
 def test_a_mistake_with_updates_behind_is_found(mutation):
-    sections = [behind("forward", "nvme", **BF16), behind("backward", "nvme")]
-    results = trained(sections, mutation)
-    with pytest.raises(AssertionError):
-        assert_all_same(results)
+    sections = [behind("forward", "nvme", **BF16), behind("backward", "nvme", ahead=True)]
+    with pytest.raises(AssertionError):  # other numbers, or an error in the process that trains
+        assert_all_same(trained(sections, mutation))
