@@ -25,10 +25,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # difference between seconds and minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Triton's kernels run on tensors of the CPU where there is no GPU. It asks when it is imported.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # Hundreds of children import the same modules: each is compiled once, also where the environment keeps no bytecode.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -38,6 +34,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GATE, _TURN = (os.open(Path(__file__).with_name(name), os.O_RDONLY) for name in ("__init__.py", "conftest.py"))
 """Files to lock, so that workers take turns. Who waits for a turn holds the gate: nobody overtakes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A GPU is for tests that are marked so, which are run by `-m gpu`; all others compare with the CPU.
+
+    Where none is seen, Triton's kernels run on tensors of the CPU. Torch and Triton ask when they are imported.
+    """
+    if "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(trylast=True)
