@@ -11,11 +11,16 @@ from nvme_offload.aio_native.engine import Operation
 class Bell:
     """Rings when any of the operations it was hung on is done, or when somebody rings it.
 
-    One thread, or one event loop, waits for it. Engine threads ring it without running Python.
+    One thread, or one event loop, waits for it. Engine threads ring it without running Python. OSError: it cannot be
+    made, because no file descriptor is left.
     """
 
     def __init__(self) -> None:
-        self._descriptor = Descriptor(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._descriptor = Descriptor(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            remedy = "nothing is left to wait with: raise the limit (`ulimit -n`), or close what is not needed"
+            raise OSError(error.errno, f"{error.strerror}; {remedy}") from error
         self._eventfd = self._descriptor.fileno()
         self._poll = select.poll()
         self._poll.register(self._eventfd, select.POLLIN)
