@@ -165,10 +165,8 @@ class Bench:
             module.empty_cache()
             module.reset_peak_memory_stats()
         shown = {"kept": name, **{f"{part} s": f"{each:.3f}" for part, each in seconds.items()}}
-        shown |= {
-            "plan s": f"{plan:.3f}" if plan else "",
-            "quotient": f"{seconds['iteration'] / plan:.2f}" if plan else "",
-        }
+        quotient = f"{seconds['iteration'] / plan:.2f}" if plan else ""
+        shown |= {"plan s": f"{plan:.3f}" if plan else "", "quotient": quotient}
         shown |= {"device GiB": f"{peak / GiB:.2f}" if peak else ""}
         return Row(shown, {**seconds, "plan": plan, "updated_in_backward": early, "device_bytes": peak})
 

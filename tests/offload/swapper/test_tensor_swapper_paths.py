@@ -145,6 +145,7 @@ swapper.close()
 def test_a_process_without_descriptors_is_told_which_limit_to_raise(tmp_path):
     code = """
 import resource
+from nvme_offload.aio_native.bell import Bell
 first = open_swapper()
 first.swap_out("x", torch.arange(1000)).wait()
 used = max(map(int, os.listdir("/proc/self/fd")))
@@ -162,5 +163,16 @@ assert said == {True}, said
 assert len(list(path.iterdir())) == 1
 assert torch.equal(first.swap_in("x").wait(30), torch.arange(1000))
 first.close()
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    pass
+try:
+    Bell()
+except OSError as error:
+    assert "`ulimit -n`" in str(error)
+else:
+    raise AssertionError
 """
     run_with_swapper(code, tmp_path)
