@@ -3,14 +3,19 @@
 import faulthandler
 import logging
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -83,6 +88,37 @@ def run_code(
             raise subprocess.TimeoutExpired(code, timeout)
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(code, child.exitcode, out, err)
+
+
+class ForkedChild:
+    """What `perf.measure.child` takes for a `subprocess.Popen`: it serves in a fork, which has imported all already."""
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, env: dict[str, str], **unused: object) -> None:
+        with Connection(os.dup(int(command[-1]))) as channel:
+            self._process = FORKED.Process(target=_serve_channel, args=(channel, stdout.name, env))
+            self._process.start()
+        self.pid, self.terminate, self.kill = self._process.pid, self._process.terminate, self._process.kill
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked child", seconds or 0.0)
+        return self._process.exitcode
+
+
+def forked_children() -> AbstractContextManager[object]:
+    """Return a block in which children of experiments and of checks are forked."""
+    return patch(
+        "nvme_offload.perf.measure.child.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedChild})
+    )
+
+
+def _serve_channel(channel: Connection, log: str, environment: dict[str, str]) -> None:
+    os.setpgid(0, 0)
+    say_into(log)
+    take_over(environment)
+    sys.argv = ["child", str(channel.fileno())]
+    runpy.run_module("nvme_offload.perf.measure.child", run_name="__main__")
 
 
 def run_launched(code: str, *arguments: object, timeout: float = 240) -> list[subprocess.CompletedProcess[str]]:

@@ -1,7 +1,9 @@
 """Few cases out of many: every pair of values of two columns is in one of them."""
 
 import random
-from itertools import combinations
+from itertools import combinations, product
+
+import pytest
 
 
 def pairwise_cases(columns, allowed=lambda case: True, seed=0):
@@ -25,3 +27,12 @@ def pairwise_cases(columns, allowed=lambda case: True, seed=0):
 
 def _pairs(case):
     return set(combinations(case.items(), 2))
+
+
+def each_value_once(*columns):
+    """Return parameters for all combinations of values of some columns.
+
+    All are slow but a few, which have every value between them.
+    """
+    quick = {tuple(column[row % len(column)] for column in columns) for row in range(max(map(len, columns)))}
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in product(*columns)]

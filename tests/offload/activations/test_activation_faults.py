@@ -13,6 +13,7 @@ from nvme_offload import ActivationSwapper, FaultSpec, OutOfSpaceError, SwapIOEr
 from tests.support.activations import KEEPS, Attending, KiB, Layers, batch, gradients, section, train_once
 from tests.support.failing_drive import Failing, Op
 from tests.support.own_resources import Resources
+from tests.support.pairs import each_value_once
 from tests.support.sandbox import can_mount, run_python
 from tests.support.training import assert_same_bits
 
@@ -40,9 +41,11 @@ def fresh(make=Layers):
     return make()
 
 
-@pytest.mark.parametrize("keep", ["all", pytest.param("attention", marks=pytest.mark.slow), "boundaries"])
-@pytest.mark.parametrize(("op", "code"), [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)])
-def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, op, code, keep):
+@pytest.mark.parametrize(
+    ("keep", "failing"),
+    each_value_once(KEEPS, [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)]),
+)
+def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, failing, keep):
     """One that fails ahead of its time is an error when it is wanted; a write that fails is one if it must leave."""
     make, config = partial(Attending, 4), section(tmp_path, keep, host_budget=32 * KiB)
     expected = gradients(make, train_once)[0]
@@ -50,7 +53,7 @@ def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monk
     while True:
         model = fresh(make)
         with monkeypatch.context() as patch, ActivationSwapper(config, model=model) as swapper:
-            drive = Failing(swapper.tier, patch, op, first, number=1, code=code)
+            drive = Failing(swapper.tier, patch, failing[0], first, number=1, code=failing[1])
             found = attempt(model, swapper)
             if drive.left > 0:
                 break  # every transfer of an iteration has failed once
@@ -66,8 +69,7 @@ def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monk
     assert not Resources.settled(before).beyond(before)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("kind", ["eio", "enospc"])
+@pytest.mark.parametrize(("kind", "keep"), each_value_once(["eio", "enospc"], KEEPS))
 def test_faults_from_seeds_are_never_silent(tmp_path, expected, kind, keep):
     outcomes = []
     for seed in range(12):

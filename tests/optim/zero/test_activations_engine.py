@@ -10,6 +10,7 @@ from nvme_offload.optim.telemetry.run_record import bytes_written, read_records
 from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.failing_drive import Failing, Op
+from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
@@ -69,8 +70,7 @@ def check(tmp_path, forward, make, more, keep, **options):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("precision", SECTIONS)
+@pytest.mark.parametrize(("precision", "keep"), each_value_once(list(SECTIONS), KEEPS))
 def test_precisions(tmp_path, precision, keep):
     check(tmp_path, of_layers, layers, SECTIONS[precision], keep)
 
@@ -92,8 +92,7 @@ def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("checkpointed", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize(("checkpointed", "keep"), each_value_once(["reentrant", "not reentrant"], KEEPS))
 def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, checkpointed, keep):
     calls = []
 
@@ -112,14 +111,8 @@ def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, check
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(
-    ("of_transformers", "checkpointed"),
-    [
-        (t5, False),
-        (llama, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((t5, True), (llama, False))),
-    ],
+    ("of_transformers", "checkpointed", "keep"), each_value_once([t5, llama], [False, True], KEEPS)
 )
 def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
     """A decoder, and an encoder beside a decoder whose blocks all get what the encoder made."""
@@ -140,10 +133,12 @@ def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize(("op", "code"), [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)])
+@pytest.mark.parametrize(
+    ("failing", "keep"),
+    each_value_once([(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)], KEEPS),
+)
 def test_a_step_whose_transfers_fail_is_dropped_and_is_right_when_it_is_done_again(
-    tmp_path, monkeypatch, op, code, keep
+    tmp_path, monkeypatch, failing, keep
 ):
     """Its second micro-batch fails; the gradients of the first are dropped, too."""
 
@@ -159,7 +154,7 @@ def test_a_step_whose_transfers_fail_is_dropped_and_is_right_when_it_is_done_aga
                 if fails:
                     micro_batch(2 * step)
                     with monkeypatch.context() as patch:
-                        Failing(engine.activations.tier, patch, op, code=code)
+                        Failing(engine.activations.tier, patch, failing[0], code=failing[1])
                         with pytest.raises(SwapIOError, match="activation"):
                             micro_batch(2 * step + 1)
                 for micro in range(2):
@@ -189,19 +184,9 @@ def on_a_rank(rank, world_size, path, precision, keep):
     ]
 
 
-SOME = {(2, "bf16", "boundaries"), (2, "fp32", "attention"), (1, "bf16", "all")}
-"""Each value once in the ordinary suite."""
-
-
-@pytest.mark.parametrize(
-    ("world_size", "precision", "keep"),
-    [
-        pytest.param(*case, keep, marks=() if (*case, keep) in SOME else pytest.mark.slow)
-        for case in [(1, "bf16"), (2, "fp32"), (2, "bf16")]
-        for keep in KEEPS
-    ],
-)
-def test_ranks(tmp_path, world_size, precision, keep):
+@pytest.mark.parametrize(("ranks", "keep"), each_value_once([(2, "bf16"), (2, "fp32"), (1, "bf16")], KEEPS))
+def test_ranks(tmp_path, ranks, keep):
+    world_size, precision = ranks
     for expected, actual, in_memory in run_ranks(on_a_rank, world_size, tmp_path, precision, keep):
         assert_same_bits(actual[:2], expected[:2])
         assert_same_bits(in_memory[:2], expected[:2])
@@ -211,8 +196,7 @@ def test_ranks(tmp_path, world_size, precision, keep):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize(("away", "keep"), each_value_once([False, True], KEEPS))
 def test_boundaries_of_micro_batches_that_go_block_by_block(tmp_path, away, keep):
     """They are kept as what autograd saves is: on the drive, beyond the budget."""
 

@@ -25,6 +25,7 @@ from nvme_offload.perf.measure import gpt
 from nvme_offload.perf.measure.experiment import Row
 from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus, parse_size
 from scripts import readme_timeline as timeline
+from tests.support.forked import forked_children
 
 STEPS = 8
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
@@ -36,11 +37,10 @@ def finished(once):
     """Output, directory and document of one demo that ran to its end."""
 
     def run(out):
-        done = subprocess.run(
-            [*COMMAND, "--steps", str(STEPS - 1), "--out", str(out)], capture_output=True, text=True, cwd=REPOSITORY
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr, out, document_in(out)
+        with forked_children():
+            done = CliRunner().invoke(app, ["demo", "--size", "tiny", "--steps", str(STEPS - 1), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        return done.output, out, document_in(out)
 
     return once("demo", run)
 

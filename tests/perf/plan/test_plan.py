@@ -55,7 +55,7 @@ CASES = {
     "state in small subgroups": {"staging_budget": "3MiB"},
     "parameters": {"params": 4},
     "gradients": {"params": 3, "grads": 2, "accumulation": 2},
-    "block by block": {"params": 3, "grads": 2, "accumulation": 3, "micro_batch_order": "vertical"},
+    "block by block": {"params": 3, "grads": 2, "accumulation": 2, "micro_batch_order": "vertical"},
     "many buffers": {"params": 8, "grads": 6},
     "fp16": {"params": 3, "grads": 2, **NO_BF16, "fp16": {"enabled": True, "loss_scale": 64}},
     "autocast": {"params": 3, "grads": 2, **NO_BF16, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
@@ -63,7 +63,7 @@ CASES = {
     "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
     "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
 }
-PARTS_OF_OTHERS = {"state", "parameters", "gradients", "many buffers", "fp16", "autocast", "half in memory"}
+IN_EVERY_RUN = {"block by block", "parameters partly in memory"}  # the others are slow
 
 
 def moved_by(engine, shape):
@@ -90,7 +90,10 @@ def moved_by(engine, shape):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (name in PARTS_OF_OTHERS), id=name) for name, case in CASES.items()],
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN), id=name)
+        for name, case in CASES.items()
+    ],
 )
 def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
     case = dict(case)
@@ -109,7 +112,7 @@ def test_bytes_of_a_step_are_predicted_within_2_percent(case, tmp_path, alone):
         actual = moved_by(engine, shape)
         if engine.activations:  # of each micro-batch the gradient of the tied head; what enters layers is too small
             moved = engine.activations.stats().written_bytes / (WARM_UP_STEPS + COUNTED_STEPS + 1)
-            assert predicted.pop("kept activations").total.written > moved >= 3 * 2 * 1000 * 64
+            assert predicted.pop("kept activations").total.written > moved >= 2 * 2 * 1000 * 64
     assert predicted.keys() == {kind for _, kind in actual}
     for kind, moved in predicted.items():
         assert moved.total.written == pytest.approx(actual[Op.WRITE, kind], rel=0.005), kind

@@ -14,6 +14,7 @@ from nvme_offload.perf.verify.command import summary, where
 from nvme_offload.perf.verify.outcome import Site, differing, exit_status
 from nvme_offload.perf.verify.run import CHECKS, outcome_of
 from tests.support.broken_build import broken, ends_badly
+from tests.support.forked import forked_children
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.late_device.verify_child import on_late_device
 
@@ -109,7 +110,8 @@ def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "WORK", ends_badly)
     monkeypatch.setitem(CHECKS, "scaler", dataclasses.replace(CHECKS["scaler"], limit=0.3))
     names = ["update", "machine", "clipping", "swapper", "scaler", "races"]
-    outcomes = list(run.verify(site(tmp_path), names, lambda name: None))
+    with forked_children():
+        outcomes = list(run.verify(site(tmp_path), names, lambda name: None))
     assert [each.status for each in outcomes] == ["ok", "ok", "failed", "ok", "failed", "ok"]
     assert "ended with code 3" in outcomes[2].found
     assert outcomes[2].values["log"] == ["what it said"]
