@@ -3,7 +3,6 @@
 import faulthandler
 import logging
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -117,8 +117,7 @@ def _serve_channel(channel: Connection, log: str, environment: dict[str, str]) -
     os.setpgid(0, 0)
     say_into(log)
     take_over(environment)
-    sys.argv = ["child", str(channel.fileno())]
-    runpy.run_module("nvme_offload.perf.measure.child", run_name="__main__")
+    sys.exit(import_module("nvme_offload.perf.measure.child").serve(channel))
 
 
 def run_launched(code: str, *arguments: object, timeout: float = 240) -> list[subprocess.CompletedProcess[str]]:
