@@ -75,7 +75,7 @@ def assert_trained(output):
     [
         ("train_with_torchrun.py", launched),
         ("train_with_fsdp2.py", launched),
-        ("train_with_trainer.py", launched),
+        pytest.param("train_with_trainer.py", launched, marks=pytest.mark.slow),
         *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in SIZES),
     ],
 )

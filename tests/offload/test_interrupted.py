@@ -48,7 +48,7 @@ def in_time(call):
 
 
 @STRIKES
-@strided(13)
+@strided(31)
 @pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):

@@ -62,7 +62,13 @@ def test_peak_memory_follows_the_formula(drive, numel):
 
 
 @pytest.mark.filterwarnings("ignore:gradient norm is nan")
-@pytest.mark.parametrize("engine", [None, *available_engines()])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in (None, "pyuring")))
+        for name in (None, *available_engines())
+    ],
+)
 def test_200_steps_leak_nothing(make_adamw, engine):
     params = params_of([(3 * BLOCK,), (5,), (70_001,)], torch.bfloat16, torch.float32, torch.float16)
     where = {"device": "cpu"} if engine is None else {"engine": engine}

@@ -203,7 +203,7 @@ def test_killed_anywhere(case):
 
 @every_case
 def test_power_lost_anywhere(case):
-    crashes = list(case.history.power_losses(num_random=300))
+    crashes = list(case.history.power_losses(num_random=150))
     assert len(crashes) > 100
     assert not case.problems(crashes)
 

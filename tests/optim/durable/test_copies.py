@@ -18,6 +18,7 @@ from tests.support.durable_engine import durable, settle, whole
 from tests.support.durable_run import said_by_runs
 from tests.support.failing_drive import Op, fail, fail_to_sync, failing_copy, flip_bit
 from tests.support.killed_steps import DTYPES, SHAPES, durable_section
+from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
@@ -129,16 +130,12 @@ def test_what_is_damaged_on_one_drive_or_gone_with_it_is_exported_from_the_other
     exports_the_same(4, other)
 
 
-@pytest.mark.parametrize(("copy", "op"), [(0, Op.READ), (0, Op.WRITE), (1, Op.WRITE)])
 @pytest.mark.parametrize(
-    ("engine", "period"),
-    [
-        ("aiofiles", 3),
-        ("pyuring", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("aiofiles", 1), ("pyuring", 3))),
-    ],
+    ("failing", "engine", "period"),
+    each_value_once([(0, Op.READ), (0, Op.WRITE), (1, Op.WRITE)], ["aiofiles", "pyuring"], [3, 1]),
 )
-def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monkeypatch, engine, copy, op, period):
+def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monkeypatch, engine, failing, period):
+    copy, op = failing
     with faulty_drive(FaultSpec(seed=1)):
         optimizer = fresh(drive, other, rewrite_every=period, engine=engine)
     with optimizer:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
 from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
+from tests.support.pairs import each_value_once
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
@@ -21,7 +22,9 @@ def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
     return {**config, "gradient_clipping": clip, "overlap_step": mode, **more}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("fp16", "autocast"))) for name in PRECISIONS]
+)
 def test_a_forward_waits_for_shards_of_every_precision(alone, tmp_path, precision):
     outputs = []
     for mode in ("off", None):
@@ -181,8 +184,9 @@ def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_upda
             assert pipeline.is_here(slot)
 
 
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
-@pytest.mark.parametrize("where", ["forward", "step", "state_dict", "synchronize", "close"])
+@pytest.mark.parametrize(
+    ("op", "where"), each_value_once([Op.READ, Op.WRITE], ["forward", "step", "state_dict", "synchronize", "close"])
+)
 def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_made_good(
     alone, tmp_path, monkeypatch, op, where
 ):

@@ -109,7 +109,7 @@ def assert_hidden(cases, hidden):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case['schedule']}-{case['place']}-{case['precision']}")
 def test_a_few_cases(alone, tmp_path, case):
-    assert_hidden([case], check(tmp_path, [case], 6))
+    assert_hidden([case], check(tmp_path, [case], 5))  # the fourth overflows, where one does
 
 
 def test_the_few_have_every_value():
@@ -117,8 +117,10 @@ def test_the_few_have_every_value():
 
 
 def test_a_few_cases_on_two_ranks(tmp_path):
-    cases = [next(case for case in FEW if case["schedule"] == schedule) for schedule in ("forward", "backward")]
-    cases.append(next(case for case in FEW if case["place"] == "all"))
+    cases = [
+        next(case for case in FEW if case[name] == value)
+        for name, value in (("schedule", "backward"), ("place", "all"))
+    ]
     for hidden in run_ranks(check_rank, 2, tmp_path, cases, 4):
         assert_hidden(cases, hidden)
 

@@ -11,7 +11,7 @@ from tests.support import build
 from tests.support.precision import DTYPES
 from tests.support.ranks import run_ranks
 
-STEPS, ACCUMULATION, VOCABULARY = 3, 2, 31
+STEPS, ACCUMULATION, VOCABULARY = 2, 2, 31
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -182,14 +182,14 @@ def fail_in_the_step(engine, kind):
     ("kind", "moment", "stage", "tied"),
     [
         ("params", "forward", 3, True),
-        ("params", "backward", 3, True),
+        pytest.param("params", "backward", 3, True, marks=pytest.mark.slow),
         ("params", "backward", 3, False),  # the head, which comes first in it, has its gradient by then
         ("params", "second forward", 1, True),  # the first micro-batch's gradients are not reduced yet
-        ("params", "step", 3, True),
+        pytest.param("params", "step", 3, True, marks=pytest.mark.slow),
         ("params", "behind", 3, True),
         ("grads", "second micro-batch", 3, True),
         ("grads", "step", 3, True),
-        ("grads", "behind", 3, True),
+        pytest.param("grads", "behind", 3, True, marks=pytest.mark.slow),
     ],
 )
 def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment, stage, tied):

@@ -329,10 +329,13 @@ def labelled(model, tokens, **more):
 
 
 @pytest.mark.parametrize(
-    ("model", "steps"),
-    [(llama, 2), (t5, 2), *(pytest.param(model, 10, marks=SLOW) for model in (llama, qwen, t5))],
+    ("model", "tied", "steps"),
+    [
+        (llama, False, 2),
+        (t5, True, 2),
+        *(pytest.param(*case, 10, marks=SLOW) for case in itertools.product((llama, qwen, t5), (True, False))),
+    ],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_models_of_hugging_face(alone, tmp_path, model, tied, steps):
     """A T5 has two stacks of blocks, the first one's output goes to every block of the second, and ends are shared."""
     ends = [

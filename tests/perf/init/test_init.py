@@ -73,7 +73,11 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
 
 @pytest.mark.parametrize(
     ("flops", "order", "said"),
-    [("1e14", "vertical", "faster: vertical"), ("1e10", "horizontal", "faster: horizontal"), (None, None, "rates say")],
+    [
+        ("1e14", "vertical", "faster: vertical"),
+        pytest.param("1e10", "horizontal", "faster: horizontal", marks=pytest.mark.slow),
+        (None, None, "rates say"),
+    ],
 )
 def test_the_faster_order_of_micro_batches_is_written_where_rates_are_known(model, tmp_path, flops, order, said):
     """Without them "auto" decides alike in a run and in its plan."""
