@@ -15,10 +15,7 @@ from tests.support.clients import WITH_A_LINE, client
 from tests.support.ranks import run_ranks
 from tests.support.training import section
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="make clients installs it"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("torchtitan") is None, reason="make clients installs it")]
 
 STEPS, VOCABULARY = 4, 2048
 LINE = "a subclass of `OptimizersContainer` that knows the name; `split_parameters` in it hides the steps"

@@ -1,7 +1,9 @@
 """One test per private torch name that is used: a torch that changed it fails here, by name."""
 
 import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,56 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload import _torch_private
-from nvme_offload.offload._fsdp_passes import (
-    compute_on_shards,
-    hook_outputs,
-)
-from nvme_offload.offload._torch_private import (
-    ATTENTION,
-    METADATA_GLOBALS,
-    argument_of,
-    base_of,
-    fake_tensors,
-    foreach_of,
-    fsdp_groups,
-    fsdp_param_groups,
-    fsdp_params,
-    gathered_params,
-    give_shard,
-    has_context,
-    install_extension,
-    is_cast,
-    is_dtensor,
-    is_fsdp,
-    is_view,
-    local_tensor,
-    make_wrapper,
-    not_compiled,
-    num_backwards_left,
-    own_initializer,
-    refuse_conversion,
-    refuse_writes,
-    replace_calls,
-    run_operators,
-    running_last_before_load,
-    shard_offsets,
-    sharded_like,
-    state_dict_hooks,
-    storage_identity,
-    storage_info,
-    storage_place,
-    store_of_all_ranks,
-    top_saved_tensor_hooks,
-    tree_flatten,
-    tree_unflatten,
-    version_of,
-    watching,
-    without_base,
-    without_torch_function,
-    written_arguments,
-    written_tensors,
-)
+from nvme_offload.offload import _torch_private as private
+from nvme_offload.offload._fsdp_passes import compute_on_shards, hook_outputs
 from tests.support.ranks import be_alone, run_ranks
 
 aten = torch.ops.aten
@@ -71,25 +25,25 @@ def test_base_of():
     with torch.no_grad():
         whole = torch.zeros(4)
         first, second = torch.as_strided(whole, (2,), (1,), 0), torch.as_strided(whole, (2,), (1,), 2)
-    assert base_of(first) is base_of(second) is whole
-    assert base_of(whole) is None
-    before = version_of(first)
+    assert private.base_of(first) is private.base_of(second) is whole
+    assert private.base_of(whole) is None
+    before = private.version_of(first)
     second += 1
-    assert version_of(first) > before
+    assert private.version_of(first) > before
 
 
 def test_is_view():
-    assert is_view(aten.view.default)
-    assert is_view(aten.detach.default)
-    assert not is_view(aten.clone.default)
-    assert not is_view(aten.add_.Tensor)
+    assert private.is_view(aten.view.default)
+    assert private.is_view(aten.detach.default)
+    assert not private.is_view(aten.clone.default)
+    assert not private.is_view(aten.add_.Tensor)
 
 
 def test_written_arguments():
-    assert written_arguments(aten.add_.Tensor) == [0]
-    assert written_arguments(aten.add.out) == ["out"]
-    assert written_arguments(aten._foreach_add_.Scalar) == [0]
-    assert written_arguments(aten.add.Tensor) == []
+    assert private.written_arguments(aten.add_.Tensor) == [0]
+    assert private.written_arguments(aten.add.out) == ["out"]
+    assert private.written_arguments(aten._foreach_add_.Scalar) == [0]
+    assert private.written_arguments(aten.add.Tensor) == []
 
 
 def test_written_tensors():
@@ -99,22 +53,22 @@ def test_written_tensors():
         (aten.add.out, (two, three), {"out": one}),
         (aten._foreach_add_.List, ([one], [two]), {}),
     ):
-        (found,) = written_tensors(op, args, kwargs)
+        (found,) = private.written_tensors(op, args, kwargs)
         assert found is one
 
 
 def test_own_initializer():
-    assert own_initializer(torch.nn.ReLU()) is None
+    assert private.own_initializer(torch.nn.ReLU()) is None
     for module in (torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(2, 1)):
         weight = next(module.parameters())
         torch.nn.init.constant_(weight, 7)
-        own_initializer(module)()
+        private.own_initializer(module)()
         assert not (weight == 7).any()
 
 
 def test_refuse_writes():
     kept, free = torch.zeros(2), torch.zeros(2)
-    with refuse_writes(lambda tensor: tensor.data_ptr() == kept.data_ptr(), "kept"):
+    with private.refuse_writes(lambda tensor: tensor.data_ptr() == kept.data_ptr(), "kept"):
         free.add_(kept)
         for write in (kept.add_, kept.data.add_, kept[:1].copy_):
             with pytest.raises(ValueError, match="kept"):
@@ -123,26 +77,26 @@ def test_refuse_writes():
 
 
 def test_foreach_of():
-    assert foreach_of(aten._foreach_zero_.default) is aten.zero_.default
-    assert foreach_of(aten.zero_.default) is None
+    assert private.foreach_of(aten._foreach_zero_.default) is aten.zero_.default
+    assert private.foreach_of(aten.zero_.default) is None
 
 
 def test_trees():
-    leaves, layout = tree_flatten(((1, [2]), {"a": 3}))
+    leaves, layout = private.tree_flatten(((1, [2]), {"a": 3}))
     assert leaves == [1, 2, 3]
-    assert tree_unflatten(leaves, layout) == ((1, [2]), {"a": 3})
+    assert private.tree_unflatten(leaves, layout) == ((1, [2]), {"a": 3})
 
 
 def test_without_base():
     linear = torch.nn.Linear(3, 3)
     view = linear(torch.ones(4, 3)).view(2, 2, 3)
-    plain = without_base(view)
+    plain = private.without_base(view)
     assert view._base is not None
     assert plain._base is None
     assert plain.data_ptr() == view.data_ptr()
     plain.sum().backward()
     assert torch.equal(linear.bias.grad, torch.full((3,), 4.0))
-    assert without_base(plain) is plain
+    assert private.without_base(plain) is plain
 
 
 class Wrapper(torch.Tensor):
@@ -155,10 +109,10 @@ class Wrapper(torch.Tensor):
 
 def test_make_wrapper():
     like = torch.empty(4, 3, device="meta").t()
-    wrapper = make_wrapper(Wrapper, like, torch.device("cpu"))
+    wrapper = private.make_wrapper(Wrapper, like, torch.device("cpu"))
     assert isinstance(wrapper, Wrapper)
     assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == (like.shape, like.stride(), torch.float32)
-    assert make_wrapper(Wrapper, like, torch.device("cpu"), torch.bfloat16).dtype is torch.bfloat16
+    assert private.make_wrapper(Wrapper, like, torch.device("cpu"), torch.bfloat16).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(wrapper)
 
@@ -177,25 +131,25 @@ def look_at_fsdp(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     module = torch.nn.Linear(3, 5, bias=False)
     torch.nn.init.ones_(module.weight)
-    assert fsdp_params(module) == []
+    assert private.fsdp_params(module) == []
     fully_shard(module, mesh=mesh)
-    (record,) = fsdp_params(module)
-    assert fsdp_groups(module) == [[record]]
-    assert [group.fsdp_params for group in fsdp_param_groups(module)] == [[record]]
-    shard = local_tensor(module.weight)
+    (record,) = private.fsdp_params(module)
+    assert private.fsdp_groups(module) == [[record]]
+    assert [group.fsdp_params for group in private.fsdp_param_groups(module)] == [[record]]
+    shard = private.local_tensor(module.weight)
     assert record.sharded_param is module.weight
     assert shard.shape == (3 - rank, 3)
     assert tuple(record.padded_sharded_param_size) == (3, 3)
-    half = sharded_like(shard.detach().bfloat16(), module.weight)
+    half = private.sharded_like(shard.detach().bfloat16(), module.weight)
     assert isinstance(half, DTensor)
     assert (half.dtype, half.shape, half.placements) == (torch.bfloat16, (5, 3), module.weight.placements)
-    assert local_tensor(half).dtype is torch.bfloat16, "the shard itself"
-    doubling = make_wrapper(Doubling, shard, shard.device)
+    assert private.local_tensor(half).dtype is torch.bfloat16, "the shard itself"
+    doubling = private.make_wrapper(Doubling, shard, shard.device)
     doubling.values = torch.full((3, 3), 2.0)
-    install_extension(record, doubling)
-    assert local_tensor(module.weight) is doubling
+    private.install_extension(record, doubling)
+    assert private.local_tensor(module.weight) is doubling
     assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 5), 6.0)), "the extension was not asked"
-    assert local_tensor(record.sharded_param) is doubling, "FSDP2 put a plain shard in its place"
+    assert private.local_tensor(record.sharded_param) is doubling, "FSDP2 put a plain shard in its place"
     look_at_meta(rank, mesh)
     dist.barrier()
 
@@ -206,22 +160,22 @@ def look_at_meta(rank, mesh):
     module[2] = torch.nn.Linear(3, 3, bias=False, device="meta")
     module[2].weight = module[0].weight
     fully_shard(module, mesh=mesh)
-    (record,) = fsdp_params(module)
+    (record,) = private.fsdp_params(module)
     padded = torch.full(record.padded_sharded_param_size, 2.0)
-    give_shard(record, padded[: local_tensor(record.sharded_param).shape[0]], padded)
+    private.give_shard(record, padded[: private.local_tensor(record.sharded_param).shape[0]], padded)
     assert module[0].weight is module[2].weight is record.sharded_param
     assert module[0].weight.device.type == "cpu"
-    assert local_tensor(module[0].weight).shape == (2 - rank, 3)
+    assert private.local_tensor(module[0].weight).shape == (2 - rank, 3)
     assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 3), 36.0))
 
 
 def where_shards_begin(rank, world_size):
     module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (world_size,)))
-    return shard_offsets(module.weight), shard_offsets(module.bias)
+    return private.shard_offsets(module.weight), private.shard_offsets(module.bias)
 
 
 def leave_a_word(rank, world_size):
-    store = store_of_all_ranks()
+    store = private.store_of_all_ranks()
     store.set(f"word of {rank}", "hello")
     return store.get(f"word of {1 - rank}")
 
@@ -256,10 +210,10 @@ def test_what_the_metadata_of_a_stock_checkpoint_refers_to(tmp_path):
 
     with (tmp_path / ".metadata").open("rb") as file:
         metadata = Unpickler(file).load()
-    assert asked - METADATA_GLOBALS == {("pathlib", type(tmp_path).__name__)}
-    assert {("torch", "float32"), ("torch", "int8"), ("torch", "Size")} <= asked & METADATA_GLOBALS
+    assert asked - private.METADATA_GLOBALS == {("pathlib", type(tmp_path).__name__)}
+    assert {("torch", "float32"), ("torch", "int8"), ("torch", "Size")} <= asked & private.METADATA_GLOBALS
     for info in metadata.storage_data.values():
-        assert storage_info(*storage_place(info)) == info
+        assert private.storage_info(*private.storage_place(info)) == info
 
 
 def look_at_one_rank(mesh):
@@ -276,10 +230,10 @@ def look_at_one_rank(mesh):
             assert seen[-1] is seen[0]
             assert seen[0].grad is None
             assert (seen[0].untyped_storage().size() == 0) is is_copied, "what is gathered is freed, a shard is not"
-            assert (seen[0].data_ptr() == local_tensor(param).data_ptr()) is not is_copied
+            assert (seen[0].data_ptr() == private.local_tensor(param).data_ptr()) is not is_copied
         assert torch.equal(param.grad.full_tensor(), torch.full((2, 3), 3.0))
         with torch.no_grad():
-            local_tensor(param).fill_(0.5)
+            private.local_tensor(param).fill_(0.5)
         param.grad = None
         module.set_requires_gradient_sync(False)
         output = module(inputs)
@@ -297,9 +251,11 @@ def look_at_backwards_left(mesh):
     for module in (used_twice, model):
         fully_shard(module, mesh=mesh)
     left = []
-    used_twice.weight.register_post_accumulate_grad_hook(lambda param: left.append(num_backwards_left(used_twice)))
+    used_twice.weight.register_post_accumulate_grad_hook(
+        lambda param: left.append(private.num_backwards_left(used_twice))
+    )
     output = model(torch.ones(1, 3))
-    assert num_backwards_left(used_twice) == 2
+    assert private.num_backwards_left(used_twice) == 2
     output.sum().backward()
     assert left[-1] == 0, "when the gradient is whole"
 
@@ -328,9 +284,9 @@ def test_one_rank_computes_on_its_shards(alone):
 
 def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
-    assert local_tensor(tensor) is tensor
-    assert not is_dtensor(tensor)
-    assert not is_fsdp(torch.nn.Linear(1, 1))
+    assert private.local_tensor(tensor) is tensor
+    assert not private.is_dtensor(tensor)
+    assert not private.is_fsdp(torch.nn.Linear(1, 1))
 
 
 def test_store_of_all_ranks(two_ranks):
@@ -340,7 +296,7 @@ def test_store_of_all_ranks(two_ranks):
 def test_not_compiled():
     graphs = []
 
-    @not_compiled
+    @private.not_compiled
     def add(tensor):
         return tensor + 1
 
@@ -357,7 +313,7 @@ def test_not_compiled():
 
 def test_refuse_conversion():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    refuse_conversion(module, "is not converted")
+    private.refuse_conversion(module, "is not converted")
     weight = module[0].weight
     assert module.to("cpu").float() is module
     with pytest.raises(ValueError, match=r"0\.weight is not converted"):
@@ -373,7 +329,7 @@ def test_running_last_before_load():
     ours, theirs = (lambda *_, name=name: ran.append(name) for name in ("ours", "theirs"))
     optimizer.register_load_state_dict_pre_hook(ours)  # left behind by a load that was cut short
     optimizer.register_load_state_dict_pre_hook(theirs)
-    with running_last_before_load(optimizer, ours):
+    with private.running_last_before_load(optimizer, ours):
         optimizer.load_state_dict(optimizer.state_dict())
     assert ran == ["theirs", "ours"]
     optimizer.load_state_dict(optimizer.state_dict())
@@ -385,20 +341,20 @@ def test_state_dict_hooks():
     before, after = print, repr
     optimizer.register_state_dict_pre_hook(before)
     optimizer.register_state_dict_post_hook(after)
-    assert state_dict_hooks(optimizer) == ([before], [after])
+    assert private.state_dict_hooks(optimizer) == ([before], [after])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_has_context():
     torch.cuda.synchronize()
-    assert has_context(torch.device("cuda", torch.cuda.current_device()))
+    assert private.has_context(torch.device("cuda", torch.cuda.current_device()))
 
 
 def test_every_function_is_named_here():
-    module = _torch_private.__name__
-    own = {name for name, value in vars(_torch_private).items() if getattr(value, "__module__", "") == module}
-    assert {name for name in own - {"P", "R"} if not name.startswith("_")} <= {*globals(), "is_compiled"}
+    own = {name for name, value in vars(private).items() if getattr(value, "__module__", "") == private.__name__}
+    named = set(re.findall(r"\bprivate\.(\w+)", Path(__file__).read_text(encoding="utf-8")))
+    assert {name for name in own - {"P", "R"} if not name.startswith("_")} <= named
 
 
 def test_without_torch_function():
@@ -411,19 +367,23 @@ def test_without_torch_function():
 
     tensor = torch.ones(2).as_subclass(Mute)
     assert tensor.sum() is None
-    with without_torch_function():
+    with private.without_torch_function():
         assert tensor.sum() == 2
 
 
 def test_fake_tensors_and_watching():
     """Autocast casts tensors without data as others, and each operator is seen with what it gives."""
     seen = []
-    with fake_tensors(), torch.autocast("cpu", torch.bfloat16):
+    with private.fake_tensors(), torch.autocast("cpu", torch.bfloat16):
         left, right = torch.empty(1 << 20, 1 << 20), torch.empty(1 << 20, 1)
-        with watching(lambda op, leaves, kwargs, result: seen.append((op, leaves, kwargs, result))):
+        with private.watching(lambda op, leaves, kwargs, result: seen.append((op, leaves, kwargs, result))):
             product = left @ right
     assert (product.shape, product.dtype, product.device.type) == ((1 << 20, 1), torch.bfloat16, "cpu")
-    assert [(is_cast(op), op is aten.mm.default) for op, *_ in seen] == [(True, False), (True, False), (False, True)]
+    assert [(private.is_cast(op), op is aten.mm.default) for op, *_ in seen] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
     assert {id(seen[0][1][0]), id(seen[1][1][0])} == {id(left), id(right)}, "in either order"
     assert seen[0][2]["dtype"] is torch.bfloat16
     assert seen[-1][3] is product
@@ -431,20 +391,20 @@ def test_fake_tensors_and_watching():
 
 def test_storage_identity():
     tensor = torch.ones(3)
-    identity, view = storage_identity(tensor.untyped_storage()), tensor[1:]
-    assert identity == storage_identity(view.untyped_storage())
-    assert hash(identity) == hash(storage_identity(view.untyped_storage()))
+    identity, view = private.storage_identity(tensor.untyped_storage()), tensor[1:]
+    assert identity == private.storage_identity(view.untyped_storage())
+    assert hash(identity) == hash(private.storage_identity(view.untyped_storage()))
     del tensor, view
-    assert all(storage_identity(torch.ones(3).untyped_storage()) != identity for _ in range(100)), "it is held"
+    assert all(private.storage_identity(torch.ones(3).untyped_storage()) != identity for _ in range(100)), "it is held"
 
 
 def test_top_saved_tensor_hooks():
-    assert top_saved_tensor_hooks() is None
+    assert private.top_saved_tensor_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(abs, repr):
-        assert top_saved_tensor_hooks() == (abs, repr)
+        assert private.top_saved_tensor_hooks() == (abs, repr)
         seen = []
         torch.utils.checkpoint.checkpoint(
-            lambda x: seen.append(top_saved_tensor_hooks()) or x * x,
+            lambda x: seen.append(private.top_saved_tensor_hooks()) or x * x,
             torch.ones(2).requires_grad_(),
             use_reentrant=False,
         )
@@ -462,8 +422,8 @@ def test_replace_calls(compiled):
         calls.append("ours")
         return inner(*args, **kwargs)
 
-    undo = replace_calls([module], call)
-    assert _torch_private.is_compiled(module) is compiled
+    undo = private.replace_calls([module], call)
+    assert private.is_compiled(module) is compiled
     x = torch.ones(2)
     expected = x @ module.weight.T + module.bias
     assert torch.equal(module(x), expected)
@@ -477,18 +437,18 @@ def test_attention_and_its_arguments():
     ran = []
 
     def run(op, args, kwargs):
-        ran.append((op, argument_of(op, "dropout_p", args, kwargs, 0.0)))
+        ran.append((op, private.argument_of(op, "dropout_p", args, kwargs, 0.0)))
         return op(*args, **kwargs)
 
     begun = []
-    with run_operators(run, lambda: begun.append(True)):
+    with private.run_operators(run, lambda: begun.append(True)):
         query = torch.ones(1, 1, 4, 8)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert begun == [True]
-    assert [dropout for op, dropout in ran if op in ATTENTION] == [0.0]
-    [op] = [op for op, _ in ran if op in ATTENTION]
-    assert argument_of(op, "dropout_p", (query, query, query, 0.25), {}, 0.0) == 0.25
-    assert argument_of(op, "dropout_p", (query, query, query), {"dropout_p": 0.5}, 0.0) == 0.5
+    assert [dropout for op, dropout in ran if op in private.ATTENTION] == [0.0]
+    [op] = [op for op, _ in ran if op in private.ATTENTION]
+    assert private.argument_of(op, "dropout_p", (query, query, query, 0.25), {}, 0.0) == 0.25
+    assert private.argument_of(op, "dropout_p", (query, query, query), {"dropout_p": 0.5}, 0.0) == 0.5
 
 
 def test_gathered_params(alone):
@@ -498,9 +458,11 @@ def test_gathered_params(alone):
         fully_shard(layer)
     fully_shard(model)
     seen = []
-    model[0].register_forward_hook(lambda *_: seen.append([p.shape for p in gathered_params(model)]), prepend=True)
+    model[0].register_forward_hook(
+        lambda *_: seen.append([p.shape for p in private.gathered_params(model)]), prepend=True
+    )
     model(torch.ones(1, 2))
     assert torch.Size([3, 2]) in seen[0]
     model[0].reshard()
     model[1].reshard()
-    assert list(gathered_params([model[0], model[1]])) == []
+    assert list(private.gathered_params([model[0], model[1]])) == []

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import json
 import signal
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tests.support.training import (
     assert_same_training,
     faulty_drive,
     params_of,
-    run_child,
     set_grads,
     snapshot,
     take_steps,
@@ -207,51 +205,3 @@ def test_an_entry_that_was_set_in_part_is_refused_until_a_load(make_adamw, monke
             refused()
     optimizer.load_state_dict({"state": before["state"], "param_groups": before["param_groups"]})
     assert_same_bits(snapshot(optimizer), before)
-
-
-SLOW_DRIVE = """
-import json, os, signal, sys, threading, time
-import torch
-from nvme_offload.aio_native import FaultSpec
-from nvme_offload import StateError
-from nvme_offload import OffloadAdamW
-from tests.support.training import SETTINGS, assert_same_training, faulty_drive, params_of, section, set_grads
-
-params, twins = (params_of([(65536,)] * 10, torch.bfloat16) for _ in range(2))
-reference = OffloadAdamW(twins, offload=section(None), **SETTINGS)
-with faulty_drive(FaultSpec(seed=3, delay=1.0, max_delay_us=200_000)):
-    optimizer = OffloadAdamW(params, offload=section(sys.argv[1], buffers=2), **SETTINGS)
-for ps, optim in ((params, optimizer), (twins, reference)):
-    set_grads(ps, 0)
-    optim.step()
-    set_grads(ps, 1)
-reference.step()
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-report = {}
-sent = time.monotonic() + 0.2
-try:
-    optimizer.step()
-except KeyboardInterrupt as interrupt:
-    report["seconds"] = time.monotonic() - sent
-    report["note"] = interrupt.__notes__[0]
-try:
-    optimizer.step()
-except StateError as error:
-    report["refusal"] = str(error)
-optimizer.finish_step()
-assert_same_training(optimizer, reference)
-optimizer.close()
-report["left"] = os.listdir(sys.argv[1])
-print(json.dumps(report))
-"""
-
-
-@pytest.mark.quiet
-def test_ctrl_c_on_a_slow_drive(drive):
-    """A real signal from another thread while the step waits: it is heard at once, not after the transfer."""
-    report = json.loads(run_child(SLOW_DRIVE, drive))
-    assert "step 2 stopped after" in report["note"]
-    assert "of 10 subgroups" in report["note"]
-    assert "finish_step()" in report["refusal"]
-    assert report["seconds"] < 5
-    assert report["left"] == []

@@ -111,11 +111,7 @@ engine.submit(Op.READ, [Segment(os.open("/dev/zero", os.O_RDONLY), 0, address, 6
 def _misuse_in_child(engine: Engine, segment: Segment) -> int:
     """0 if every method but `close` raises RuntimeError."""
     wrong = 0
-    for misuse in (
-        lambda: engine.submit(Op.READ, [segment]),
-        lambda: engine.register([], []),
-        engine.stats,
-    ):
+    for misuse in (lambda: engine.submit(Op.READ, [segment]), lambda: engine.register([], []), engine.stats):
         try:
             misuse()
             wrong += 1

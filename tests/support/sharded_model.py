@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from nvme_offload import OffloadAdamW, split_parameters
-from tests.support.build import nudged
+from tests.support.build import nudged, token_loss
 
 VOCABULARY = 61
 ACCUMULATION = 2
@@ -58,9 +58,7 @@ def section(device, path, clip=0.5, host_budget=None):
 
 
 def loss_of(model, rank, step, micro):
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    return token_loss(model, 1000 * step + 10 * micro + rank, VOCABULARY)
 
 
 def backward(model, rank, step):

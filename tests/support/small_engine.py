@@ -3,7 +3,7 @@
 import torch
 
 from tests.support import build
-from tests.support.sharded_model import VOCABULARY, Model
+from tests.support.sharded_model import Model, loss_of
 
 ACCUMULATION = 2
 HYPERPARAMETERS = {"lr": 5e-4, "weight_decay": 0.1}
@@ -17,10 +17,6 @@ def section(stage=3, path=None, **more):
 def fresh_model():
     torch.manual_seed(0)
     return build.nudged(Model())
-
-
-def loss_of(model, rank, step, micro):
-    return build.token_loss(model, 1000 * step + 10 * micro + rank, VOCABULARY)
 
 
 def backward(engine, rank, step):

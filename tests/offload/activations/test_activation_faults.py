@@ -42,8 +42,7 @@ def fresh(make=Layers):
 
 
 @pytest.mark.parametrize(
-    ("keep", "failing"),
-    each_value_once(KEEPS, [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)]),
+    ("keep", "failing"), each_value_once(KEEPS, [(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)])
 )
 def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, failing, keep):
     """One that fails ahead of its time is an error when it is wanted; a write that fails is one if it must leave."""

@@ -38,7 +38,6 @@ def data_types(**keys):
 BAD_OF_ENGINE = [
     # precision
     ({"bf16": {"enabled": "ja"}}, 'bf16.enabled = "ja"', "write true or false"),
-    ({"bfloat16": {"enabled": 2}}, "bfloat16.enabled = 2", "write true or false"),
     ({"fp16": {"loss_scale_window": "5e2"}}, 'fp16.loss_scale_window = "5e2"', "a whole number, 1 or more"),
     ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
     ({**BF16, "bfloat16": {"enabled": False}}, 'bfloat16 = {"enabled": false}', "another spelling of it; keep bf16"),
@@ -56,15 +55,9 @@ BAD_OF_ENGINE = [
     ({"optimizer": {"type": "Lion", "params": {"state_dtype": "bf16"}}}, "optimizer.params.state_dtype", "no such"),
     ({**BF16, **FP16}, "fp16.enabled = true", "bf16.enabled = true beside it; write true in one of them only"),
     ({**BF16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled = true beside it"),
-    ({**FP16, **AUTOCAST}, "torch_autocast.enabled = true", "fp16.enabled = true beside it"),
     ({**BF16, **FP16, **AUTOCAST}, "torch_autocast.enabled = true", "bf16.enabled and fp16.enabled = true"),
     ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale = -1", "a number, 0 or more (default 0.0)"),
-    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale = true", "a number, 0 or more"),
     ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power = 127", "a whole number, 0..126 (default 16)"),
-    ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window = 0", "a whole number, 1 or more (default 1000)"),
-    ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0", "a whole number, 1 or more (default 2)"),
-    ({"fp16": {"consecutive_hysteresis": 2}}, "fp16.consecutive_hysteresis = 2", "true or false (default false)"),
-    ({"fp16": {"min_loss_scale": -1}}, "fp16.min_loss_scale = -1", "a number, 0 or more (default 1.0)"),
     ({"fp16": {"min_loss_scale": 8, "initial_scale_power": 2}}, "fp16.min_loss_scale = 8", "initial_scale_power = 2"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = missing", 'write "bfloat16" or "float16"'),
     ({"torch_autocast": {"dtype": "float32"}}, 'torch_autocast.dtype = "float32"', "'bf16' or 'fp16'"),
@@ -78,7 +71,6 @@ BAD_OF_ENGINE = [
         "torch_autocast.lower_precision_safe_modules[0] = 7",
         '["torch.nn.Linear"]',
     ),
-    ({"communication_data_type": "int8"}, 'communication_data_type = "int8"', "'fp32', 'bf16' or 'fp16'"),
     (
         {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
         'data_types.grad_accum_dtype = "bf16"',
@@ -91,16 +83,12 @@ BAD_OF_ENGINE = [
     ({"data_types": "auto"}, 'data_types = "auto"', "is not a section"),
     # batch sizes
     ({"train_batch_size": 0}, "train_batch_size = 0", "a whole number, 1 or more (default none)"),
-    ({"train_micro_batch_size_per_gpu": 1.5}, "train_micro_batch_size_per_gpu = 1.5", "a whole number, 1 or more"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0", "a whole number, 1 or more"),
     # optimizer and scheduler
     ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb"', "'AdamW', "),
-    ({"optimizer": {"type": None}}, "optimizer.type = null", "'AdamW', "),
     ({"optimizer": {"lr": 1e-3}}, "optimizer.lr = 0.001", "lr belongs in optimizer.params; write optimizer.params.lr"),
     (adam(lr=-1), "optimizer.params.lr = -1", "a number, 0 or more"),
     (adam(eps=float("inf")), "optimizer.params.eps = Infinity", "a number, 0 or more"),
     (adam(betas=[0.9]), "optimizer.params.betas[1] = null", "two numbers, each 0 or more and below 1"),
-    (adam(betas=[0.9, 0.99, 0.999]), "optimizer.params.betas = [0.9, 0.99, 0.999]", "two numbers"),
     (adam(betas=[0.9, 1.0]), "optimizer.params.betas[1] = 1.0", "two numbers, each 0 or more and below 1"),
     (adam(amsgrad=True), "optimizer.params.amsgrad = true", "there is no AMSGrad; write false"),
     (adam(max_grad_norm=1.0), "optimizer.params.max_grad_norm = 1.0", "write gradient_clipping"),
@@ -132,8 +120,6 @@ BAD_OF_ENGINE = [
         "write a folder on the drive",
     ),
     ({ZERO: {"offload_param": {"buffer_count": 1}}}, f"{ZERO}.offload_param.buffer_count = 1", "2"),
-    ({"offload_gradients": {"device": "ssd"}}, 'offload_gradients.device = "ssd"', "nvme"),
-    ({"offload_gradients": {"device": "nvme"}}, "offload_gradients.nvme_path = ", "write a folder on the drive"),
     ({"fp32_modules": ["router"]}, 'fp32_modules = ["router"]', "bf16.enabled or fp16.enabled = true"),
     (
         {"fp32_modules": ["router"], "torch_autocast": {"enabled": True, "dtype": "bf16"}},
@@ -143,9 +129,7 @@ BAD_OF_ENGINE = [
     ({**BF16, "fp32_modules": [""]}, 'fp32_modules[0] = ""', "a list of patterns"),
     ({**BF16, "fp32_modules": "router"}, 'fp32_modules = "router"', "a list of patterns"),
     ({"host_budget": "8G"}, 'host_budget = "8G"', 'write "auto", or 4 KiB or more, as "8GiB"'),
-    ({"host_budget": -1}, "host_budget = -1", 'write "auto", or 4 KiB or more, as "8GiB"'),
     ({"host_budget": 0}, "host_budget = 0", 'is less than 4 KiB; write "auto", or 4 KiB'),
-    ({"host_budget": ["auto"]}, 'host_budget = ["auto"]', 'write "auto", or 4 KiB or more, as "8GiB"'),
     ({"zero_optimization": {"host_budget": "8GiB"}}, "zero_optimization.host_budget", "write host_budget"),
     # the wrapper
     ({"deepspeed": BF16, "aio": {}}, "deepspeed = ", "move the keys beside it into it"),

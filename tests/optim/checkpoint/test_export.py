@@ -9,14 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nvme_offload import (
-    CheckpointWriteError,
-    WeightsError,
-    initialize,
-    weight_items,
-    write_sharded,
-    write_trace,
-)
+from nvme_offload import CheckpointWriteError, WeightsError, initialize, weight_items, write_sharded, write_trace
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from tests.support.ranks import run_ranks

@@ -67,11 +67,7 @@ def fine_tune(model, config, steps=4):
 
 @pytest.mark.parametrize(
     ("keys", "dtype", "itemsize"),
-    [
-        (BF16, torch.bfloat16, 2),
-        pytest.param(FP16, torch.float16, 2, marks=pytest.mark.slow),
-        (FP32, torch.float32, 4),
-    ],
+    [(BF16, torch.bfloat16, 2), pytest.param(FP16, torch.float16, 2, marks=pytest.mark.slow), (FP32, torch.float32, 4)],
     ids=["bf16", "fp16", "fp32"],
 )
 def test_of_the_base_no_byte_is_written_in_a_step(alone, tmp_path, monkeypatch, keys, dtype, itemsize):

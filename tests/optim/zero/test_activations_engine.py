@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("alone")
 SECTIONS = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -69,13 +70,11 @@ def check(tmp_path, forward, make, more, keep, **options):
     return actual[2]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("precision", "keep"), each_value_once(list(SECTIONS), KEEPS))
 def test_precisions(tmp_path, precision, keep):
     check(tmp_path, of_layers, layers, SECTIONS[precision], keep)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
 @pytest.mark.parametrize("keep", KEEPS)
 def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep):
@@ -91,7 +90,6 @@ def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep)
     assert bytes_written(scalars) > kept.written_bytes + scalars["param_bytes_written"]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("checkpointed", "keep"), each_value_once(["reentrant", "not reentrant"], KEEPS))
 def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, checkpointed, keep):
     calls = []
@@ -110,7 +108,6 @@ def test_blocks_that_are_checkpointed_are_not_checkpointed_again(tmp_path, check
     assert len(calls) == 3 * (4 + 4)  # three trainings of four micro-batches: each once, and once more in backward
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("of_transformers", "checkpointed", "keep"), each_value_once([t5, llama], [False, True], KEEPS)
 )
@@ -132,10 +129,8 @@ def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
     check(tmp_path, forward, make, {}, keep)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("failing", "keep"),
-    each_value_once([(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)], KEEPS),
+    ("failing", "keep"), each_value_once([(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)], KEEPS)
 )
 def test_a_step_whose_transfers_fail_is_dropped_and_is_right_when_it_is_done_again(
     tmp_path, monkeypatch, failing, keep
@@ -166,7 +161,6 @@ def test_a_step_whose_transfers_fail_is_dropped_and_is_right_when_it_is_done_aga
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_llama_with_a_cache_says_what_to_write(tmp_path):
     tokens = rows(1)[0]["input_ids"][None]
     config = build.section(tmp_path, **kept(tmp_path, "boundaries"))
@@ -194,7 +188,6 @@ def test_ranks(tmp_path, ranks, keep):
         assert actual[2].num_kept == 0
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
 @pytest.mark.parametrize(("away", "keep"), each_value_once([False, True], KEEPS))
 def test_boundaries_of_micro_batches_that_go_block_by_block(tmp_path, away, keep):
@@ -224,7 +217,6 @@ def test_boundaries_of_micro_batches_that_go_block_by_block(tmp_path, away, keep
 
 
 @pytest.mark.slow  # compilation
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("keep", KEEPS)
 def test_compiled_blocks(tmp_path, keep):
     torch.compiler.reset()
@@ -238,7 +230,6 @@ def test_compiled_blocks(tmp_path, keep):
     check(tmp_path, of_layers, make, {}, keep)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_section_that_cannot_be_is_refused(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     for keep in ("boundaries", "attention"):

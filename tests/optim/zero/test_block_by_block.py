@@ -20,14 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from nvme_offload import (
-    BlockOrderError,
-    ConfigError,
-    StateError,
-    SwapIOError,
-    get_full_grad,
-    initialize,
-)
+from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
 from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck

@@ -343,25 +343,17 @@ def warm(step, num_steps, kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
-def test_warmup_follows_its_formula(alone, kind):
-    params = {"warmup_num_steps": 5, "warmup_type": kind, "warmup_min_lr": 0.1}
-    expected = [0.1 + 0.4 * warm(step, 5, kind) for step in range(5)] + [0.5] * 5
-    assert rates_of(0.5, 10, "WarmupLR", **params) == pytest.approx(expected)
-    assert rates_of(7.0, 10, "WarmupLR", **params, warmup_max_lr=0.5) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", ["linear", "log"])
-def test_decay_follows_its_formula(alone, kind):
-    params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
-    expected = [0.1 + 0.4 * warm(step, 4, kind) for step in range(4)]
-    expected += [0.1 + 0.4 * max(0, (10 - step) / 6) for step in range(4, 13)]
-    assert rates_of(7.0, 13, "WarmupDecayLR", **params, total_num_steps=10) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", ["linear", "log"])
-def test_cosine_follows_its_formula(alone, kind):
+def test_schedules_follow_their_formulas(alone, kind):
+    warmup = [warm(step, 4, kind) for step in range(4)]
+    params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_lr": 0.1}
+    expected = [0.1 + 0.4 * share for share in [*warmup, 1, 1]]
+    assert rates_of(0.5, 6, "WarmupLR", **params) == pytest.approx(expected)
+    assert rates_of(7.0, 6, "WarmupLR", **params, warmup_max_lr=0.5) == pytest.approx(expected)
+    params |= {"warmup_max_lr": 0.5, "total_num_steps": 10}
+    expected = [0.1 + 0.4 * share for share in [*warmup, *(max(0, (10 - step) / 6) for step in range(4, 13))]]
+    assert rates_of(7.0, 13, "WarmupDecayLR", **params) == pytest.approx(expected)
     params = {"warmup_num_steps": 4, "warmup_type": kind, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}
-    expected = [2 * (0.2 + 0.8 * warm(step, 4, kind)) for step in range(4)]
+    expected = [2 * (0.2 + 0.8 * share) for share in warmup]
     expected += [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 6)) / 2) for step in range(4, 10)] + [0.2] * 3
     assert rates_of(2.0, 13, "WarmupCosineLR", **params, total_num_steps=10) == pytest.approx(expected)
 
