@@ -9,6 +9,7 @@ import torch
 from nvme_offload import CorruptionError, FaultSpec, StateError, SwapIOError
 from tests.support.engine_tools import available_engines
 from tests.support.failing_drive import Failing, Op, flip_bit
+from tests.support.pairs import each_value_once
 from tests.support.training import BLOCK, Twin, assert_same_bits, faulty_drive, noted, params_of, set_grads, take_steps
 
 SHAPES = [(BLOCK + 5,), (4 * BLOCK,), (9,)]
@@ -59,8 +60,7 @@ def test_what_can_be_repeated_is_not_noticed(make_adamw, expected, engine, seeds
     assert retries > 20
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("code", ["eio", "enospc"])
+@pytest.mark.parametrize(("engine", "code"), each_value_once(ENGINES, ["eio", "enospc"]))
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.slow)], ids=str)
 def test_what_cannot_be_repeated_is_said_and_nothing_is_lost(make_adamw, expected, engine, code, seeds):
     """finish_step() and synchronize() are called until they succeed: the result has the bits of a healthy drive."""

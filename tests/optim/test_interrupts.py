@@ -78,7 +78,7 @@ READERS = {
 
 
 @STRIKES
-@strided(97)
+@strided(211)
 @pytest.mark.parametrize("name", READERS)
 def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -89,7 +89,7 @@ def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
 
 
 @STRIKES
-@strided(97)
+@strided(211)
 def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
     """And the note of whatever came out of it is true; see docs/hazards.md."""
     pair = Pair(make_adamw)
@@ -156,7 +156,7 @@ def test_the_handler_that_a_cut_off_step_left_is_found_by_the_next_one(make_adam
 
 
 @STRIKES
-@strided(97)
+@strided(211)
 def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride):
     pair = Pair(make_adamw)
     for interrupt in every(stride, strike):
@@ -187,7 +187,7 @@ WRITERS = {
 
 
 @STRIKES
-@strided(197)
+@strided(397)
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -204,7 +204,7 @@ def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, st
 
 
 @STRIKES
-@strided(149)
+@strided(307)
 def test_a_group_is_added_or_not(make_adamw, strike, stride):
     for interrupt in every(stride, strike):
         pair = Pair(make_adamw)

@@ -115,11 +115,11 @@ def test_a_matrix_larger_than_a_staging_buffer_is_named(drive):
 
 
 def test_six_bytes_each_way(drive):
-    with OffloadMuon([param((800, 500)), param((500, 800), seed=1)], offload=section(drive, buffers=2)) as optimizer:
+    with OffloadMuon([param((800, 250)), param((250, 800), seed=1)], offload=section(drive, buffers=2)) as optimizer:
         set_grads(optimizer.param_groups[0]["params"], 0)
         optimizer.step()
         optimizer.synchronize()
-        assert optimizer.stats().bytes_written == pytest.approx(6 * 800_000, rel=0.01)
+        assert optimizer.stats().bytes_written == pytest.approx(6 * 400_000, rel=0.01)
 
 
 def train_beside_torch(rank, world_size, path):
@@ -134,7 +134,7 @@ def train_beside_torch(rank, world_size, path):
         torch.optim.Muon([p for p in whole if p.ndim == 2], **SETTINGS),
         torch.optim.AdamW([p for p in whole if p.ndim != 2], lr=SETTINGS["lr"], weight_decay=0.1),
     ]
-    for step in range(6):
+    for step in range(4):
         for model in models:
             for micro in range(ACCUMULATION):
                 (loss_of(model, rank, step, micro) / ACCUMULATION).backward()

@@ -122,7 +122,7 @@ def resume(rank, world_size, root, drive, own):
     return state
 
 
-@pytest.mark.parametrize("own", [OwnLion, OwnHalf])
+@pytest.mark.parametrize("own", [OwnLion, pytest.param(OwnHalf, marks=pytest.mark.slow)])
 def test_with_the_engine_on_two_ranks_and_in_checkpoints(own, tmp_path, drive):
     run_ranks(resume, 2, tmp_path / "saved", drive, own)
     assert list(drive.iterdir()) == []

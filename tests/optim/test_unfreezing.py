@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nvme_offload import get_full_param, initialize, set_full_param
+from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.small_engine import BF16, FP16, backward, fresh_model, section
@@ -49,8 +50,7 @@ def compare(rank, world_size, configs):
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", [{}, BF16, FP16, MIXED], ids=["fp32", "bf16", "fp16", "bf16 in fp32"])
-@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+@pytest.mark.parametrize(("mode", "nvme"), each_value_once([{}, BF16, FP16, MIXED], [False, True]))
 def test_an_unfrozen_layer_trains_from_its_first_gradient_on(alone, tmp_path, mode, nvme):
     compare(0, 1, [section(stage, tmp_path if nvme else None, **mode) for stage in (3, 1)])
 
@@ -62,7 +62,7 @@ def test_two_ranks():
 @pytest.mark.parametrize(
     ("frozen", "unfrozen"),
     [
-        ("layers.2", {UNFROZEN_AT: "layers.2"}),
+        pytest.param("layers.2", {UNFROZEN_AT: "layers.2"}, marks=pytest.mark.slow),
         ("layers.2.up", {UNFROZEN_AT: "layers.2.up"}),
         ("layers.2", {UNFROZEN_AT: "layers.2.up", UNFROZEN_AT + 1: "layers.2"}),
     ],

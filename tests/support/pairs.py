@@ -34,5 +34,5 @@ def each_value_once(*columns):
 
     All are slow but a few, which have every value between them.
     """
-    quick = {tuple(column[row % len(column)] for column in columns) for row in range(max(map(len, columns)))}
+    quick = [tuple(column[row % len(column)] for column in columns) for row in range(max(map(len, columns)))]
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in product(*columns)]

@@ -283,7 +283,7 @@ def on_ranks(rank, world_size, drive, other, lost):
     assert found[1] == plain[1]
 
 
-@pytest.mark.parametrize("lost", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("lost", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 1)])
 def test_ranks_lose_drives(drive, other, lost):
     run_ranks(on_ranks, 2, drive, other, lost)
 
@@ -353,7 +353,7 @@ def test_a_file_system_that_is_gone_for_good_is_one_warning(drive, loop, first):
         assert optimizer.resume("kept") == (9, {})
 
 
-@pytest.mark.parametrize(("period", "most"), [(1, 24.1), (3, 10.8)])
+@pytest.mark.parametrize(("period", "most"), [pytest.param(1, 24.1, marks=pytest.mark.slow), (3, 10.8)])
 def test_the_kernel_counts_as_many_bytes_as_said(drive, loop, period, most):
     numel, num_steps = 8 << 20, 6
     params = params_of([(numel,)], *DTYPES[:1])

@@ -31,8 +31,8 @@ PAIRS = [  # each precision on each tier, and each two values of any two of the 
     for i, precision in enumerate(PRECISIONS)
     for j, tier in enumerate(TIERS)
 ]
-FEW = [case for place, case in enumerate(PAIRS) if (place // 4 + (place % 4 in (1, 2))) % 2 == 0]
-"""Half of the pairs: each precision on two tiers, each tier with every second precision, with both of the others."""
+FEW = [PAIRS[4 * i + (i + i // 2) % 4] for i in range(len(PRECISIONS))]
+"""Each precision, on some tier; all tiers, and both of the others, are there."""
 
 
 class ByHand(nn.Module):

@@ -59,9 +59,7 @@ def test_the_bits_do_not_depend_on_the_budget_and_the_traffic_falls_with_it(alon
     written_in_all = []
     for more, whole in (
         (0, set()),
-        (params // 2, set()),
         (params + grads // 2, {"parameters"}),
-        (params + grads + state // 2, {"parameters", "gradients"}),
         (params + grads + state, set(KINDS)),
     ):
         found, its_norms, plan, stats, moved = run(budgeted(tmp_path, must + more))

@@ -69,10 +69,11 @@ def test_parameters_on_a_device_follow_the_same_kernel(make_adamw, late, buffers
 
 
 @pytest.mark.slow
-def test_steps_that_stop_halfway_with_copies_under_way(make_adamw, late):
+@pytest.mark.parametrize("device_budget", [None, "1MiB"])
+def test_steps_that_stop_halfway_with_copies_under_way_are_finished(make_adamw, late, device_budget):
     expected, _, _ = trained(make_adamw, "cpu")
     with faulty_drive(FaultSpec(seed=3, eio=0.04)):
-        seen, _, _ = trained(make_adamw, "late")
+        seen, _, _ = trained(make_adamw, "late", device_budget=device_budget)
     assert_same_bits(seen, expected)
 
 
@@ -291,11 +292,8 @@ MIXES = {
 }
 
 
-QUICK = ("device, host and nvme", "device and host")
-
-
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXES if name not in QUICK)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "device, host and nvme")) for name in MIXES]
 )
 def test_every_mix_has_the_bits_of_the_cpu(make_adamw, late, name):
     expected, state, _ = trained(make_adamw, "cpu", state="cpu", clip=0.0)
@@ -363,14 +361,6 @@ def test_weights_that_somebody_changed_count_as_on_the_cpu(make_adamw, late):
         counted.append(optimizer.stats().resplit_blocks)
     assert counted == [3, 3]
     assert_same_bits(*found)
-
-
-@pytest.mark.slow
-def test_a_step_that_stops_halfway_is_finished(make_adamw, late):
-    expected, _, _ = trained(make_adamw, "cpu")
-    with faulty_drive(FaultSpec(seed=3, eio=0.04)):
-        seen, _, _ = trained(make_adamw, "late", device_budget="1MiB")
-    assert_same_bits(seen, expected)
 
 
 def test_the_host_waits_no_more_for_more_subgroups(make_adamw, late):

@@ -224,7 +224,7 @@ def as_bytes(tensor):
         pytest.param(1, BF16, marks=pytest.mark.slow),
         (1, FP16),
         pytest.param(2, BF16, marks=pytest.mark.slow),
-        (2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}}),
+        pytest.param(2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, marks=pytest.mark.slow),
     ],
     ids=["bf16", "fp16", "bf16 on two ranks", "autocast on two ranks"],
 )

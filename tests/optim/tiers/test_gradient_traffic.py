@@ -130,9 +130,8 @@ def peak_allowed(numel, group):
     return 2 * numel + 4 * group + 3 * (2 + 2) * group + SLACK
 
 
-@pytest.mark.parametrize(
-    ("width", "num_blocks"), [(320, 12), pytest.param(512, 20, marks=pytest.mark.slow)], ids=["10 M", "42 M"]
-)
+@pytest.mark.slow  # test_memory.py would find one, too
+@pytest.mark.parametrize(("width", "num_blocks"), [(320, 12), (512, 20)], ids=["10 M", "42 M"])
 def test_no_fp32_gradient_larger_than_one_group_exists(tmp_path, width, num_blocks):
     """With fp32 accumulation the partition itself is one: that run shows that the bound can be exceeded."""
     group = 8 * width**2

@@ -132,7 +132,8 @@ def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, steps, case):
 
 
 def train_on_ranks(rank, world_size, path, steps):
-    for stage, tied, count in itertools.product((1, 2, 3), (True, False), (3,) if steps == 2 else (1, 2, 8)):
+    few = [(1, True, 3), (2, False, 3), (3, True, 3), (3, False, 3)]
+    for stage, tied, count in few if steps == 2 else itertools.product((1, 2, 3), (True, False), (1, 2, 8)):
         wanted = train(config_of(None, "horizontal", count, stage=stage), steps, rank, tied=tied)
         config = config_of(path, "vertical", count, stage=stage, **EVERYTHING)
         compare(wanted, train(config, steps, rank, tied=tied))

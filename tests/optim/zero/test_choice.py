@@ -93,7 +93,8 @@ def test_ranks_with_different_memory_choose_alike_and_one_tells(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("first", "chosen"), [(GiB, STATE), pytest.param(72 * MiB, GRADS, marks=pytest.mark.slow), (MiB, ALL)]
+    ("first", "chosen"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((GiB, STATE), (72 * MiB, GRADS))), (MiB, ALL)],
 )
 def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, monkeypatch):
     leave(monkeypatch, first)

@@ -76,7 +76,9 @@ def test_seconds_by_turns(tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("in_backward", [False, True], ids=["clipped", "in backward"])
+@pytest.mark.parametrize(
+    "in_backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["clipped", "in backward"]
+)
 def test_bytes_of_a_step_in_each_order(tmp_path, in_backward):
     small = ("--layers", 8, "--width", 64, "--tokens", 4, "--count", 3, "--steps", 2)
     found = results("micro-batches", "bytes", "--path", tmp_path, *small, *(["--in-backward"] if in_backward else []))

@@ -482,6 +482,7 @@ print(int(status_field("VmHWM").split()[0]) * 1024)
 """
 
 
+@pytest.mark.slow  # only another torch has another weight, or one with more beside it
 def test_the_libraries_weigh_what_is_planned_for_them():
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     # A torch for CUDA loads more, which is not counted: see docs/plan.md.

@@ -18,6 +18,7 @@ from nvme_offload.perf import cli
 from nvme_offload.perf.top import command
 from nvme_offload.perf.top.command import RunOnShow, runs_of
 from tests.perf.documents import record
+from tests.support.forked import FORKED
 
 PATIENCE = 60
 TRAIN = """
@@ -27,7 +28,7 @@ from nvme_offload import OffloadAdamW
 from nvme_offload.optim.telemetry import run_record
 run_record.SECONDS = 0.05
 torch.set_num_threads(1)
-folder = Path(sys.argv[1])
+folder = Path(place)
 model = torch.nn.Linear(300, 300).bfloat16()
 section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
            "aio": {"direct": "optional"}, "run_log": str(folder / "run.jsonl")}
@@ -54,14 +55,15 @@ def until(question):
 
 @pytest.fixture
 def training(tmp_path):
-    run = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)])
+    run = FORKED.Process(target=exec, args=(TRAIN, {"place": str(tmp_path)}))
+    run.start()
     try:
-        until(lambda: list(tmp_path.glob("*/record.json")) or run.poll() is not None)
-        assert run.poll() is None
+        until(lambda: list(tmp_path.glob("*/record.json")) or not run.is_alive())
+        assert run.is_alive()
         yield run
     finally:
         run.kill()
-        run.wait()
+        run.join()
 
 
 @contextmanager
@@ -128,7 +130,8 @@ def test_a_live_run_and_after_its_end(training, tmp_path):
         until(lambda: look() and watcher.poll() is not None)
         assert watcher.returncode == 0
         assert b"ended 2" in look()
-    assert training.wait(PATIENCE) == 0
+    training.join(PATIENCE)
+    assert training.exitcode == 0
 
     (tmp_path / "run.rank1.jsonl").write_bytes((tmp_path / "run.jsonl").read_bytes())  # as of another host
     for logs, number in ((tmp_path / "run.jsonl", 1), (tmp_path, 2)):

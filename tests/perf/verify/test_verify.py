@@ -36,7 +36,10 @@ def test_what_is_right_is_found_right(name, tmp_path):
 
 def test_a_broken_build_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "WORK", broken)
-    done = verified(tmp_path, "--json", "--no-measure", "--only", "update", "--only", "checkpoint", "--only", "growth")
+    with forked_children():
+        done = verified(
+            tmp_path, "--json", "--no-measure", *("--only", "update"), *("--only", "checkpoint", "--only", "growth")
+        )
     assert done.exit_code == 1, done.output
     document = json.loads(done.stdout)
     assert [check["status"] for check in document["checks"]] == ["wrong", "left out", "wrong"]
