@@ -1,8 +1,8 @@
 """The tier plan: what lives in which memory, from sizes and budgets. A pure function; it moves nothing."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from nvme_offload.offload.units import format_bytes
 
@@ -69,16 +69,6 @@ class TierPlan:
     def bytes_written(self) -> int:
         """Bytes written to NVMe in one step."""
         return sum(unit.bytes_written for unit in self.units_on("nvme"))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan in plain types, for JSON."""
-        return {
-            "units": [{**asdict(unit), "tier": tier} for unit, tier in zip(self.units, self.tiers, strict=True)],
-            "bytes": {tier: self.bytes_on(tier) for tier in TIERS},
-            "budgets": dict(self.budgets),
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-        }
 
     def __str__(self) -> str:
         row = "{:<8}{:<18}{:>7}{:>12}{:>12}{:>14}".format

@@ -20,9 +20,10 @@ def missing(package: str, error: ModuleNotFoundError) -> Any:
     return type("Missing", (), {"__new__": refuse})
 
 
-def figures_of(optimizer: OffloadOptimizer, prefix: str) -> dict[str, float]:
-    """Return ``optimizer.stats().scalars(prefix)`` without what is not known yet: logs are JSON, which has no NaN."""
-    return {name: float(value) for name, value in optimizer.stats().scalars(prefix).items() if math.isfinite(value)}
+def figures_of(optimizer: OffloadOptimizer) -> dict[str, float]:
+    """Return ``optimizer.stats().scalars`` without what is not known yet: logs are JSON, which has no NaN."""
+    scalars = optimizer.stats().scalars("offload/")
+    return {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
 
 
 def offloaded(optimizers: Iterable[Optimizer | None]) -> OffloadOptimizer | None:

@@ -14,14 +14,7 @@ except ModuleNotFoundError as error:
 
 
 class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Hands the figures of ``optimizer.stats()`` to all loggers, every ``log_every_n_steps``.
-
-    Args:
-        prefix: comes before each name.
-    """
-
-    def __init__(self, prefix: str = "offload/") -> None:
-        self._prefix = prefix
+    """Hands the figures of ``optimizer.stats()`` to all loggers, every ``log_every_n_steps``, as ``offload/...``."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -30,7 +23,7 @@ class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
         optimizer = offloaded(trainer.optimizers)
         if optimizer is None or trainer.global_step % trainer.log_every_n_steps:
             return
-        figures = figures_of(optimizer, self._prefix)
+        figures = figures_of(optimizer)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
 

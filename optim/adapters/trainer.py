@@ -47,14 +47,9 @@ class OffloadTrainerCallback(TrainerCallback):
     """Adds the figures of ``optimizer.stats()`` to what `Trainer` logs, every ``logging_steps``.
 
     As one of ``callbacks`` it reaches the log history and what is printed beside the progress bar. Reporters
-    (``report_to``: TensorBoard, W&B, MLflow) have their turn before; `add_to` puts it in front of them.
-
-    Args:
-        prefix: comes before each name.
+    (``report_to``: TensorBoard, W&B, MLflow) have their turn before; `add_to` puts it in front of them. Names begin
+    with ``offload/``.
     """
-
-    def __init__(self, prefix: str = "offload/") -> None:
-        self._prefix = prefix
 
     def add_to(self, trainer: Trainer) -> None:
         """Put it in front of all callbacks of a trainer, so that every one of them sees the figures."""
@@ -65,7 +60,7 @@ class OffloadTrainerCallback(TrainerCallback):
         logs, optimizer = given.get("logs"), _of(given)
         if logs is None or "loss" not in logs or optimizer is None:
             return
-        figures = figures_of(optimizer, self._prefix)
+        figures = figures_of(optimizer)
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)

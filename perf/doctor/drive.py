@@ -1,9 +1,7 @@
-"""Whether a block device suits: its kind and its queue."""
+"""Whether a block device suits: its kind and its scheduler."""
 
 from collections.abc import Iterator
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
 from nvme_offload.perf.measure.drives import Drive
 
@@ -11,22 +9,15 @@ VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what 
 _ON_NVME = "choose a path on an NVMe drive"
 
 
-def check_drive(drive: Drive, config: OffloadConfig) -> Iterator[Finding]:
-    """Return what kind of drive it is, and whether its queue suits the requests."""
+def check_drive(drive: Drive) -> Iterator[Finding]:
+    """Return what kind of drive it is, and whether its scheduler suits."""
     yield _kind(drive)
-    queue, harmless = f"/sys/block/{drive.name}/queue", {None, "none"}
+    harmless = {None, "none"}
     harmless |= set() if drive.name.startswith("nvme") else {"mq-deadline"}
     if drive.rotational is False and drive.scheduler not in harmless:
         meaning = "it orders requests for drives that need it, and costs processor time for each one on this one"
-        remedy = f"echo none | sudo tee {queue}/scheduler"
+        remedy = f"echo none | sudo tee /sys/block/{drive.name}/queue/scheduler"
         yield saw("scheduler", f"{drive.scheduler} on a solid-state drive").note(meaning, remedy)
-    largest, block = (drive.max_sectors_kb or 0) * KiB, config.aio.block_size
-    if 0 < largest < block:
-        remedy = "nothing needs to be done; the drive takes no larger ones"
-        if (hardware := drive.max_hw_sectors_kb or 0) * KiB > largest:
-            remedy = f"echo {min(hardware, block // KiB)} | sudo tee {queue}/max_sectors_kb"
-        meaning = f"the kernel splits each request of {format_bytes(block)} into {-(-block // largest)}"
-        yield saw("request size", f"the drive takes {format_bytes(largest)} at once").note(meaning, remedy)
 
 
 def _kind(drive: Drive) -> Finding:

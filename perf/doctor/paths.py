@@ -3,11 +3,9 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shlex
 import stat
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from nvme_offload.perf.doctor.drive import check_drive
 from nvme_offload.perf.doctor.engines import engine_options
 from nvme_offload.perf.doctor.findings import Finding, Level, saw
 from nvme_offload.perf.measure.drives import Drive, find_drive
-from nvme_offload.perf.measure.machine import mount_at
 
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 NETWORK = (
@@ -52,11 +49,11 @@ def check_path(path: Path, config: OffloadConfig, engine: str | None) -> tuple[l
     try:
         mount = mount_of(fd)
         drive = find_drive(os.fstat(fd).st_dev, mount)
-        findings.append(check_file_system(fd, path, mount))
+        findings.append(check_file_system(fd, mount))
         findings += _check_io(fd, config, engine)
         findings.append(check_space(fd))
         if drive:
-            findings += check_drive(drive, config)
+            findings += check_drive(drive)
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
             found = saw("drive", "no block device is known behind it")
             findings.append(found.note("its queue could not be looked at"))
@@ -110,7 +107,7 @@ def _is_remote(kind: str) -> bool:
     return kind.partition(".")[0] in NETWORK
 
 
-def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
+def check_file_system(fd: int, mount: Mount | None) -> Finding:
     """Check what file system it is, and whether space that it promises is really there later."""
     if mount is None:
         unknown = saw("file system", "unknown: it is not in /proc/self/mountinfo")
@@ -128,35 +125,19 @@ def check_file_system(fd: int, path: Path, mount: Mount | None) -> Finding:
             "spoil a run; file locks, which tell live runs from dead ones, may not be seen by other machines"
         )
         return found.warning(meaning, elsewhere)
-    if mount.kind in COPY_ON_WRITE and not _is_nocow(fd):
+    if mount.kind in COPY_ON_WRITE:
         meaning = (
             "copy-on-write: it cannot promise space, so a full disk can stop a run in the middle; every overwrite goes "
             "to a new place"
         )
-        nocow = (
-            f", or, before a run makes its files, chattr +C {shlex.quote(str(path))}" if mount.kind == "btrfs" else ""
-        )
-        return found.warning(meaning, elsewhere + nocow)
+        return found.warning(meaning, elsewhere)
     if mount.kind == "overlay":
-        return _overlay(found, mount)
+        meaning = "the writable layer of a container: it promises space only if the file system below it does"
+        return found.note(meaning, "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ...")
     if refused:
         meaning = f"it cannot promise space ({refused}): a run writes every block once when it starts, which takes long"
         return found.warning(meaning, elsewhere)
     return saw("file system", f"{said}; it can promise space")
-
-
-def _overlay(found: Finding, mount: Mount) -> Finding:
-    upper = next((option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")), "")
-    below = None
-    with contextlib.suppress(OSError):  # inside a container the folders below it cannot be seen
-        below = mount_at(Path(upper)) if upper else None
-    remedy = "choose a path on a volume: docker run -v /mnt/nvme:/mnt/nvme ..."
-    if below and (below.is_memory or below.kind in COPY_ON_WRITE):
-        meaning = f"the writable layer of a container, on {below.kind}, which cannot promise space on a drive"
-        return found.warning(meaning, remedy)
-    where = f"on {below.kind}" if below else "on a file system that cannot be seen from here"
-    meaning = f"the writable layer of a container, {where}: it promises space only if that one does"
-    return found.note(meaning, remedy)
 
 
 def _refuses_fallocate(fd: int) -> str:
@@ -168,16 +149,6 @@ def _refuses_fallocate(fd: int) -> str:
         return ""
     code = ctypes.get_errno()
     return f"fallocate: {errno.errorcode.get(code, code)}, {os.strerror(code)}"
-
-
-def _is_nocow(fd: int) -> bool:
-    """Whether files here are overwritten in place on btrfs (chattr +C)."""
-    fs_ioc_getflags, fs_nocow_fl = 0x80086601, 0x00800000
-    try:
-        flags = struct.unpack("l", fcntl.ioctl(fd, fs_ioc_getflags, struct.pack("l", 0)))[0]
-    except OSError:
-        return False
-    return bool(flags & fs_nocow_fl)
 
 
 def _check_io(fd: int, config: OffloadConfig, engine: str | None) -> Iterator[Finding]:
@@ -263,10 +234,6 @@ def check_space(fd: int) -> Finding:
     if not system.f_blocks:
         return saw("space", "not counted by this file system")
     said = f"{format_bytes(free)} free of {format_bytes(total)}"
-    if system.f_files and system.f_favail < 3:
-        found = saw("space", f"{said}, {system.f_favail} inodes")
-        meaning = "a run needs three inodes: its directory, a lock and a swap file"
-        return found.error(meaning, "remove files that nobody needs")
     if free < GiB:
         meaning = f"optimizer state takes {BYTES_PER_PARAMETER} bytes per bf16 parameter"
         return saw("space", said).warning(meaning, "free some, or choose another path")

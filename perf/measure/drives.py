@@ -21,7 +21,6 @@ class Drive:
     scheduler: str | None
     nr_requests: int | None
     max_sectors_kb: int | None
-    max_hw_sectors_kb: int | None
 
 
 def find_drive(device_number: int, mount: Mount | None) -> Drive | None:
@@ -58,7 +57,6 @@ def _read_drive(directory: Path) -> Drive:
         scheduler=active[1] if active else scheduler,
         nr_requests=read_int(queue / "nr_requests"),
         max_sectors_kb=read_int(queue / "max_sectors_kb"),
-        max_hw_sectors_kb=read_int(queue / "max_hw_sectors_kb"),
     )
 
 
