@@ -11,11 +11,14 @@ import fcntl
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
@@ -34,6 +37,8 @@ _UNMARKED = ".nvme-offload-unmarked"
 
 After a power loss it may have one all the same, and other files of ours: of what was not synced a drive keeps any part.
 """
+_MOST_UNDER_WAY = 3
+"""Portions of a file: so many are written in the time in which a tensor is read and joined."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -65,13 +70,15 @@ class FileRecord(NamedTuple):
 class HashingStream:
     """A file being written, in portions of some MiB: knows its position and the digest of what went into it.
 
-    Where the file system can, the portions go past the page cache, which would copy them and keep them from others.
+    `thread` digests and writes them while the next ones are filled. Where the file system can, they go past the page
+    cache, which would copy them and keep them from others.
     """
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: FileIO, thread: ThreadPoolExecutor) -> None:
         self._file = file
-        self._portion = HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES)
-        self._view = self._portion.numpy().data
+        self._thread = thread
+        self._under_way: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        self._portion = self._spare()
         self._filled = 0
         self._digest = BlockDigest()
         self._size_bytes = 0
@@ -79,14 +86,14 @@ class HashingStream:
 
     def write(self, data: Any) -> int:
         """Append bytes to the file and to its digest."""
-        given, done = memoryview(data).cast("B"), 0
+        given, done = np.frombuffer(data, np.uint8), 0  # which copies without the interpreter's lock: `thread` goes on
         while done < len(given):
             taken = min(len(given) - done, PORTION_BYTES - self._filled)
-            self._view[self._filled : self._filled + taken] = given[done : done + taken]
+            self._portion.numpy()[self._filled : self._filled + taken] = given[done : done + taken]
             self._filled += taken
             done += taken
             if self._filled == PORTION_BYTES:
-                self._put()
+                self._hand_over()
         self._size_bytes += done
         return done
 
@@ -99,8 +106,10 @@ class HashingStream:
 
     def finish(self) -> None:
         """Hand everything to the kernel, and have it on the drive."""
+        for _, written in self._under_way:
+            written.result()
         self._be_direct(False)  # the last portion has any length
-        self._put()
+        self._put(self._portion[: self._filled])
         sync_file(self._file.fileno())
 
     @property
@@ -108,12 +117,23 @@ class HashingStream:
         """Size and digest of everything written, once it is finished."""
         return FileRecord(self._size_bytes, self._digest.hexdigest())
 
-    def _put(self) -> None:
-        self._digest.update(self._portion[: self._filled])
-        done = 0
-        while done < self._filled:
-            done += self._file.write(self._view[done : self._filled])
-        self._filled = 0
+    def _hand_over(self) -> None:
+        spare = self._spare()
+        self._under_way.append((self._portion, self._thread.submit(self._put, self._portion)))
+        self._portion, self._filled = spare, 0
+
+    def _spare(self) -> torch.Tensor:
+        """Return a portion to fill, when there is one; raises what ended the writing, as often as it is called."""
+        if len(self._under_way) < _MOST_UNDER_WAY:
+            return HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES)
+        self._under_way[0][1].result()
+        return self._under_way.popleft()[0]
+
+    def _put(self, portion: torch.Tensor) -> None:
+        self._digest.update(portion)
+        left = portion.numpy().data
+        while left:
+            left = left[self._file.write(left) :]
 
     def _be_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -128,8 +148,8 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
     What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk: torch goes on to write the end
     of its container, and complains of the position in the place of it.
     """
-    with path.open("wb", buffering=0) as file:
-        stream = HashingStream(file)
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+        stream = HashingStream(file, thread)
         try:
             yield stream
         except RuntimeError as error:

@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.optim.checkpoint.contents import StreamedSavePlanner
-from nvme_offload.optim.checkpoint.files import FileRecord, durable_file
+from nvme_offload.optim.checkpoint.files import FileRecord, HashingStream, durable_file
 
 METADATA = ".metadata"
 _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
@@ -89,7 +90,7 @@ class PlannedItems(FileSystemWriter):
         with durable_file(self._folder / name) as stream:
             for item in self.plan.items:
                 start = stream.tell()
-                torch.save(_compact(self._planner.resolve_data(item)), cast(IO[bytes], stream))
+                _save(_compact(self._planner.resolve_data(item)), stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, storage_info(name, start, length)))
                 advance(_size_of(item))
@@ -181,6 +182,16 @@ def _size_of(item: WriteItem) -> int:
         return 0
     itemsize = item.tensor_data.properties.dtype.itemsize
     return int(item.tensor_data.chunk.sizes.numel()) * itemsize + _ITEM_OVERHEAD_BYTES
+
+
+def _save(tensor: Any, stream: HashingStream) -> None:
+    """Write as torch.save does, but without CRC-32, which takes longer than all else; the digest finds damage, too."""
+    computes = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    finally:
+        set_crc32_options(computes)
 
 
 def _compact(tensor: Any) -> Any:
