@@ -23,6 +23,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def recorded(name: str) -> AbstractContextManager[object]:
+    """Show the time of a ``with`` block in torch's profiler.
+
+    ``torch.profiler.record_function`` takes twenty times as long, and a step has three of these for each subgroup.
+    """
+    block: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(name)
+    return block
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place: ``Tensor._version``. Writes through ``.data`` do not count."""
     return tensor._version

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.profiler import record_function
 
-from nvme_offload.offload._torch_private import is_view, make_wrapper, tree_flatten, tree_unflatten, written_tensors
+from nvme_offload.offload._torch_private import (
+    is_view,
+    make_wrapper,
+    recorded,
+    tree_flatten,
+    tree_unflatten,
+    written_tensors,
+)
 from nvme_offload.offload.shards.stand_in import MemorylessTensor
 
 
@@ -144,7 +150,7 @@ class SplitTensor(MemorylessTensor):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return what FSDP2 gathers: what is stored, padded, in the policy's dtype; and for a lone rank if it stays."""
         dtype = mp_policy.param_dtype or self.dtype
-        with record_function("nvme_offload: gather"):
+        with recorded("nvme_offload: gather"):
             return (self.parts.gathered(dtype),), self.parts.stays(dtype)
 
     def fsdp_post_all_gather(

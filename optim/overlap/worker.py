@@ -104,7 +104,7 @@ class Worker:
         self.lock = threading.RLock()
         """Held in each shift; take it with `kept_away`."""
         self._gives_way = False
-        self._waiting: list[SimpleQueue[None]] = []
+        self._waiting: list[tuple[Callable[[], bool], SimpleQueue[None]]] = []
         self._started = _Started(self.bell)
         self._finalizer: weakref.finalize[..., Worker] | None = None
 
@@ -124,24 +124,32 @@ class Worker:
         self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
         start(self._started.threads[-1])
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is looked at after every shift. Signals are handled."""
+    def wait_until(self, condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until `condition` holds. Signals are handled.
+
+        Args:
+            condition: the worker looks after every shift, and wakes who waits when it holds: a thread that wakes only
+                to look has the worker wait for the interpreter.
+            meanwhile: called now and then, by who waits; what it raises ends that.
+        """
         if condition():
             return
         start = time.monotonic()
         told: SimpleQueue[None] = SimpleQueue()
+        waiting = (condition, told)
         try:
-            self._waiting.append(told)
+            self._waiting.append(waiting)
             self.wake()
             with self._counted():
                 while not condition():
+                    meanwhile()
                     try:
                         told.get(timeout=_LOOK_AGAIN_SECONDS)
                     except Empty:
                         self.wake()  # not after every shift: it would have nothing to do, and tell of that shift, too
         finally:
-            if told in self._waiting:
-                self._waiting.remove(told)
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
             self.wait_seconds += time.monotonic() - start
 
     def kept_away(self) -> AbstractContextManager[object]:
@@ -217,8 +225,8 @@ class Worker:
                 more, is_over = False, True
             if is_over and self.job is job:
                 self.job = None
-        for told in tuple(self._waiting):
-            if told.empty():
+        for condition, told in tuple(self._waiting):
+            if told.empty() and condition():
                 told.put(None)
         return more
 

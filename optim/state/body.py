@@ -163,12 +163,12 @@ class StateBody(ABC):
         """
 
         def is_done() -> bool:
-            meanwhile()
             return self.condition.phase is not StepPhase.BEHIND
 
+        meanwhile()
         while not is_done() and self.worker.take_turn():
-            pass
-        self.worker.wait_until(is_done)
+            meanwhile()
+        self.worker.wait_until(is_done, meanwhile)
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
+from nvme_offload.offload._torch_private import recorded
 from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import warn_user
@@ -243,7 +243,7 @@ class Stepper:
                 store.blocks.land_gradients()
                 unknown = {index: grad for index, grad in grads.items() if index not in known}
                 known |= sums_from_device(unknown, store.means.fused)
-        with self._meter.computing("norm", -1), record_function("nvme_offload: norm"):
+        with self._meter.computing("norm", -1), recorded("nvme_offload: norm"):
             return total_norm(
                 store.table.leaves,
                 grads,

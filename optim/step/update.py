@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.profiler import record_function
 
+from nvme_offload.offload._torch_private import recorded
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.state.body import StepState
@@ -34,11 +34,11 @@ def read_update_write(
         if ahead in record.pending:  # what is fetched of others would lack the gradients that are not final yet
             assert ahead.updater is not None
             ahead.updater.expect(inputs.grads)
-    with record_function("nvme_offload: read"):
+    with recorded("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
     in_order, is_gathered = record.phase is not StepPhase.BEGUN, record.phase in (StepPhase.BEGUN, StepPhase.BEHIND)
     with store.blocks.held_for_update(slot.subgroup, inputs.grads, in_order=in_order, is_gathered=is_gathered):
-        with record_function("nvme_offload: update"):
+        with recorded("nvme_offload: update"):
             assert slot.updater is not None
             work = _work_of(slot, memory, inputs, store.table)
             update = slot.updater.prepare(work)
@@ -47,7 +47,7 @@ def read_update_write(
             with meter.computing("compute", slot.subgroup.index):
                 store.pipeline.will_change(slot, updated=work.grads)
                 record.update(slot, update)
-        with record_function("nvme_offload: write"):
+        with recorded("nvme_offload: write"):
             store.pipeline.release(slot)
 
 

@@ -1,9 +1,10 @@
 """Update parameters on a device whose state is not: copies of one subgroup at a time are updated in host memory."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,9 +21,18 @@ from nvme_offload.optim.updates.work import SubgroupStep
 _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
 _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves
 
-Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Grads = Mapping[int, torch.Tensor]
 ParamOf = Callable[[int], torch.Tensor]
 """It gives what is in this process's memory of a parameter, by its index."""
+
+
+class MirroredRun(NamedTuple):
+    """Copies of one run's parameter and gradient, 1D [numel]; None for what is in host memory by itself."""
+
+    param: torch.Tensor | None
+    grad: torch.Tensor | None
+    there: torch.Tensor | None
+    """On the device: `param` is a copy of it."""
 
 
 class MirroredRuns:
@@ -31,6 +41,8 @@ class MirroredRuns:
     def __init__(self, numel: int, device: torch.device, locks: PageLocks) -> None:
         self._region = HostRegion(2 * _MAX_ITEMSIZE * numel)
         self._grads_at = _MAX_ITEMSIZE * numel
+        self.copies: dict[int, MirroredRun] = {}
+        """The runs that were copied last, by index of the parameter."""
         self.arrived: Event | None = None
         """Behind the copies from the device."""
         self.left: Event | None = None
@@ -42,21 +54,32 @@ class MirroredRuns:
         """Host memory of it."""
         return self._region.size_bytes
 
-    def param(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """Return the copy of a run of a parameter, 1D."""
-        return self._region.view(dtype, run.at * dtype.itemsize, run.numel)
-
-    def grad(self, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """Return the copy of a run of a gradient, 1D."""
-        return self._region.view(dtype, self._grads_at + run.at * dtype.itemsize, run.numel)
-
-    def arrive(self, queue: CopyQueue, pairs: Pairs) -> None:
-        """Start copies from the device."""
+    def arrive(self, queue: CopyQueue, runs: Sequence[Run], param_of: ParamOf, grads: Grads) -> None:
+        """Start copies from the device, of those runs that have a gradient."""
+        pairs = []
+        self.copies = {}
+        for run in runs:
+            if (grad := grads.get(run.param)) is None:
+                continue
+            param, own, there, own_grad = param_of(run.param), None, None, None
+            if _is_there(param):
+                own, there = self._view(run, param.dtype), run.part(flat_view(param))
+                pairs.append((own, there))
+            if _is_there(grad):
+                own_grad = self._view(run, grad.dtype, self._grads_at)
+                pairs.append((own_grad, run.part(grad)))
+            self.copies[run.param] = MirroredRun(own, own_grad, there)
         self.arrived = queue.copy_all(pairs)
 
-    def leave(self, queue: CopyQueue, pairs: Pairs) -> None:
-        """Start copies to the device."""
-        self.left = queue.copy_all(pairs)
+    def leave(self, queue: CopyQueue) -> None:
+        """Start copies of the parameters to the device."""
+        copies = self.copies.values()
+        self.left = queue.copy_all(
+            (copy.there, copy.param) for copy in copies if copy.there is not None and copy.param is not None
+        )
+
+    def _view(self, run: Run, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        return self._region.view(dtype, start + run.at * dtype.itemsize, run.numel)
 
     def close(self) -> None:
         """Unpin it. No copy may be under way."""
@@ -130,7 +153,7 @@ class DeviceMirror:
         """Return a context in which parameters are read behind the copies of this step, and not behind all backward."""
         return self._down.computing() if self._mirrors else nullcontext()
 
-    def fetch(self, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]) -> None:
+    def fetch(self, subgroup: Subgroup, param_of: ParamOf, grads: Grads) -> None:
         """Start copying the parameters and gradients of a subgroup to the host, unless they are there already.
 
         Fetch the subgroup that is taken next, then at most one further. Where that one does not come next, others are
@@ -141,7 +164,7 @@ class DeviceMirror:
         mirror = self._unused()
         if mirror.left is not None:
             self._down.come_after(mirror.left)
-        mirror.arrive(self._down, _down_pairs(mirror, subgroup, param_of, grads))
+        mirror.arrive(self._down, subgroup.runs, param_of, grads)
         self._ready[subgroup.index] = mirror
 
     def _unused(self) -> MirroredRuns:
@@ -161,14 +184,9 @@ class DeviceMirror:
                 mirror.arrived.synchronize()
         return mirror
 
-    def copy_back(self, subgroup: Subgroup, mirror: MirroredRuns, param_of: ParamOf, grads: Container[int]) -> None:
+    def copy_back(self, mirror: MirroredRuns) -> None:
         """Start copying the updated parameters back to the device; the mirror is free after it."""
-        pairs = (
-            (run.part(flat_view(param)), mirror.param(run, param.dtype))
-            for run in subgroup.runs
-            if run.param in grads and _is_there(param := param_of(run.param))
-        )
-        mirror.leave(self._up, pairs)
+        mirror.leave(self._up)
 
     def close(self) -> None:
         """Wait for the copies under way and unpin. Idempotent."""
@@ -189,38 +207,27 @@ class Mirrored(Updater):
         self._updater = updater
         self._mirror = mirror
 
-    def expect(self, grads: Mapping[int, torch.Tensor]) -> None:
+    def expect(self, grads: Grads) -> None:
         """Start to copy parameters and gradients to the host."""
         self._mirror.fetch(self.subgroup, self.means.param_of, grads)
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`. It waits for the copies that `expect` has begun."""
-        copies = self._mirror.take(self.subgroup)
+        mirror = self._mirror.take(self.subgroup)
         on_host = {}
         for run in self.subgroup.runs:
-            if (there := work.runs.get(run.param)) is not None:
-                param = there.param if is_host(there.param.device) else copies.param(run, there.param.dtype)
-                grad = there.grad if is_host(there.grad.device) else copies.grad(run, there.grad.dtype)
+            if (copy := mirror.copies.get(run.param)) is not None:
+                param = work.places.view(run) if copy.param is None else copy.param
+                grad = run.part(work.grads[run.param]) if copy.grad is None else copy.grad
                 on_host[run.param] = param, grad
         update = cache(self._updater.prepare(replace(work, copies=on_host)))  # done once, however often it is copied
 
         def update_and_copy_back() -> int:
             changed_tiles = update()
-            self._mirror.copy_back(self.subgroup, copies, self.means.param_of, work.grads)
+            self._mirror.copy_back(mirror)
             return changed_tiles
 
         return update_and_copy_back
-
-
-def _down_pairs(
-    mirror: MirroredRuns, subgroup: Subgroup, param_of: ParamOf, grads: Mapping[int, torch.Tensor]
-) -> Pairs:
-    for run in subgroup.runs:
-        param, grad = param_of(run.param), grads.get(run.param)
-        if grad is not None and _is_there(param):
-            yield mirror.param(run, param.dtype), run.part(flat_view(param))
-        if grad is not None and _is_there(grad):
-            yield mirror.grad(run, grad.dtype), run.part(grad)
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,15 @@ def test_base_of():
     assert private.version_of(first) > before
 
 
+def test_recorded():
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled,
+        private.recorded("a part"),
+    ):
+        torch.ones(1)
+    assert "a part" in {event.key for event in profiled.key_averages()}
+
+
 def test_is_view():
     assert private.is_view(aten.view.default)
     assert private.is_view(aten.detach.default)

@@ -46,6 +46,26 @@ def test_a_job_that_waits_takes_no_turns_because_somebody_waits_for_it():
     assert 1 <= job.shifts < 100 * seconds  # not one after the other: that were some 10,000 in a second
 
 
+def test_who_waits_sleeps_until_what_it_waits_for_holds():
+    """The thread of the worker looks after each shift: another one that woke to look would stop it for as long."""
+    worker, job, looked = Worker(), Stuck(), []
+
+    def is_over():
+        looked.append(threading.current_thread())
+        return job.shifts == 1000
+
+    def shift():
+        job.shifts += 1
+        return job.shifts < 1000
+
+    job.shift = shift
+    worker.take_on(job)
+    worker.wait_until(is_over)
+    worker.stop()
+    assert 1000 <= len(looked) - looked.count(threading.main_thread()) < 1010
+    assert looked.count(threading.main_thread()) < 500
+
+
 def test_the_next_shift_gives_way_to_who_keeps_it_away(monkeypatch):
     """Or this thread has the lock again before the other one is awake: a step waited for all updates in backward."""
     worker, slept = Worker(), []

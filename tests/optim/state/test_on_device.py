@@ -184,8 +184,8 @@ def test_what_was_fetched_and_did_not_come_next_is_fetched_again(five):
             mirror.fetch(subgroups[place], params.__getitem__, grads)
         [run] = subgroups[first].runs
         copies = mirror.take(subgroups[first])
-        assert torch.equal(copies.grad(run, torch.float32), torch.arange(float(run.start), run.stop))
-        mirror.copy_back(subgroups[first], copies, params.__getitem__, grads)
+        assert torch.equal(copies.copies[run.param].grad, torch.arange(float(run.start), run.stop))
+        mirror.copy_back(copies)
 
 
 def test_what_comes_down_does_not_wait_for_what_goes_up(five):
@@ -197,7 +197,7 @@ def test_what_comes_down_does_not_wait_for_what_goes_up(five):
             mirror.fetch(each, params.__getitem__, grads)
         copies = mirror.take(subgroups[place])
         gone.append(mirror._up._stream.done)
-        mirror.copy_back(subgroups[place], copies, params.__getitem__, grads)
+        mirror.copy_back(copies)
     assert gone == [0, 0, 0, 1]
 
 

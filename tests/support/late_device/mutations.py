@@ -213,7 +213,7 @@ OF_ENDS = {
     ),
     "copies that fail halfway leave one under way": _edited(CopyQueue, "copy_all", "self.wait()", "pass"),
     "what is copied to is not recorded": _edited(
-        CopyQueue, "copy", "if not kept:", "if not kept and is_host(target.device):"
+        CopyQueue, "_queue", "if not kept:", "if not kept and is_host(target.device):"
     ),
 }
 OF_COMMITS = {

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -183,6 +183,14 @@ class Stream:
         self.done = 0
         self.freed: list[Work] = []  # what the next owners of memory that was freed do with it: for the next allocation
         self._is_running = False
+
+    def __enter__(self) -> Self:
+        self._entered = on_stream(self)
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
     def push(self, work: Work) -> None:
         with LOCK:
