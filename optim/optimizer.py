@@ -508,6 +508,7 @@ class OffloadOptimizer(Optimizer):
         """Bring a state dict to the tiers; return what is left of it for torch: the groups."""
         store = self.store
         self._follow()
+        store.table.members(self.param_groups)  # else a parameter that came late would be a KeyError
         groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
 
         def check(group: Mapping[str, Any], number: int) -> None:

@@ -1,6 +1,7 @@
 """Read, check and write entries of the optimizer's state, by parameter and name."""
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[i
         read: dict[int, dict[str, torch.Tensor]] = {index: {} for index in wanted}
         slots = body.slots_of(wanted)
         values = LiveValues(body, ahead=slots)
-        for slot in tracked("reading the state", slots, _size_of):
+        for slot in tracked("reading the state", slots, attrgetter("size_bytes")):
             for run in slot.subgroup.runs:
                 for name in names.get(run.param, ()):
                     _read_run(values, slot, run, name, read[run.param], body.table[run.param].param.numel())
@@ -49,10 +50,6 @@ def _read_run(
     if name not in entries:
         entries[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
     run.part(entries[name]).copy_(values.read(slot, run, name))
-
-
-def _size_of(slot: SlotRecord) -> int:
-    return slot.size_bytes
 
 
 def _as_entry(body: StateBody, index: int, name: str, flat: torch.Tensor | None) -> torch.Tensor:
@@ -86,6 +83,14 @@ def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> 
         return entries
 
 
+def has_entries(body: StateBody, index: int, given: Mapping[str, Any]) -> bool:
+    """Return whether a parameter has these entries already, bit for bit. ValueError: one is unfit."""
+    with body.at_rest():
+        held = read_entries(body, {index: given})[index] | {"step": body.table[index].steps}
+        flat = [[_check_entry(body, index, name, entries[name]).float() for name in given] for entries in (held, given)]
+        return all(torch.equal(*(values.view(torch.int32) for values in pair)) for pair in zip(*flat, strict=True))
+
+
 def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None:
     """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
     with body.at_rest():
@@ -102,7 +107,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
     """
     masters = any("master" in named for named in entries.values())
     changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
-    for slot in tracked("writing the state", changing, _size_of):
+    for slot in tracked("writing the state", changing, attrgetter("size_bytes")):
         with HeldState(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.

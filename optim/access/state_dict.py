@@ -18,8 +18,8 @@ def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict
     """
     leaves = dict.fromkeys(leaf for group in groups for leaf in group["params"])
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
-    members = {} if store.has_let_go else {number: store.table.of(leaf) for leaf, number in numbers.items()}
-    records = {number: record for number, record in members.items() if store.has_state(record)}
+    members = [] if store.has_let_go else store.table.members(groups)
+    records = {numbers[record.leaf]: record for record in members if store.has_state(record)}
     tensors = read_entries(store, {record.index: record.shown_names for record in records.values()})
     return {
         "state": {

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_entries
+from nvme_offload.optim.access.entries import fresh_entry, has_entries, read_entries, set_entries
 from nvme_offload.optim.ranks.collective import reachable
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
@@ -39,7 +39,10 @@ class ParamState(MutableMapping[str, Any]):
         record = self._body.table[self._index]
         if key not in record.shown_names:
             raise KeyError(_not_state(key, record))
-        set_entries(self._body, {self._index: record.rule.adopted({key: value})})
+        given = record.rule.adopted({key: value})
+        # Trainers that move state to a device (Lightning at both ends of a fit) assign every entry that they have read.
+        if not has_entries(self._body, self._index, given):
+            set_entries(self._body, {self._index: given})
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("optimizer state cannot be removed from a parameter; make another optimizer instead")
@@ -89,9 +92,6 @@ class StateView(MutableMapping[torch.Tensor, ParamState]):
 
     def __len__(self) -> int:
         return len(self._body.table.leaves)
-
-    def __contains__(self, param: object) -> bool:
-        return self._body.table.find(param) is not None
 
     def clear(self) -> None:
         """Let the state of every parameter begin afresh."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
@@ -57,7 +55,7 @@ class OffloadTrainerCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Add the figures to the logs of a step. An evaluation's, and those of the end of a run, stay as they are."""
-        logs, optimizer = given.get("logs"), _of(given)
+        logs, optimizer = given.get("logs"), offloaded([given.get("optimizer")])
         if logs is None or "loss" not in logs or optimizer is None:
             return
         figures = figures_of(optimizer)
@@ -71,10 +69,5 @@ class OffloadTrainerCallback(TrainerCallback):
         Raises:
             SwapIOError: a write failed; the bytes are still in memory.
         """
-        if (optimizer := _of(given)) is not None:
+        if (optimizer := offloaded([given.get("optimizer")])) is not None:
             optimizer.synchronize()
-
-
-def _of(given: Mapping[str, Any]) -> OffloadOptimizer | None:
-    optimizer = given.get("optimizer")
-    return offloaded([optimizer]) if isinstance(optimizer, Optimizer) else None
