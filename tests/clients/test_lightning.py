@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import section
 
 lightning = pytest.importorskip("lightning.pytorch", reason="make clients installs it")
-from lightning.pytorch import strategies  # noqa: E402
+from lightning.pytorch import plugins, strategies  # noqa: E402
 
 from nvme_offload.adapters import OffloadLightningCallback  # noqa: E402
 
@@ -23,11 +23,11 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, drive=None, sharded=False):
+    def __init__(self, drive=None, sharded=False, clip=0.0):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.drive, self.sharded, self.losses = drive, sharded, []
+        self.drive, self.sharded, self.clip, self.losses = drive, sharded, clip, []
 
     def configure_model(self):
         if self.sharded and not isinstance(self.layers[0].weight, DTensor):
@@ -45,7 +45,7 @@ class Module(lightning.LightningModule):
         if self.drive is None:
             optimizer = torch.optim.AdamW(self.parameters(), **SETTINGS)
         else:
-            optimizer = OffloadAdamW(self.parameters(), **SETTINGS, offload=section(self.drive))
+            optimizer = OffloadAdamW(self.parameters(), **SETTINGS, offload=section(self.drive, clip=self.clip))
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)}
 
 
@@ -92,31 +92,42 @@ def test_the_figures_are_in_the_loggers(tmp_path):
     trainer.optimizers[0].close()
 
 
-def fit_sharded(rank, world_size, folder, drive):
+@client("Lightning", "`bf16-mixed` and `16-mixed`, clipped", WITH_A_LINE, "`gradient_clipping` in the section")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_is_clipped_by_the_section(tmp_path, precision):
+    def fitted(module, clip):
+        plugin = plugins.MixedPrecision(precision, "cpu")  # the argument `precision` takes no fp16 on the CPU
+        return fit(module, tmp_path, STEPS, plugins=[plugin], gradient_clip_val=clip)
+
+    theirs, ours = Module(), Module(tmp_path, clip=0.05)
+    fitted(theirs, 0.05)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fitted(Module(tmp_path), 0.05)
+    optimizer = fitted(ours, None).optimizers[0]
+    assert 0 < optimizer.stats().clip_coef < 0.9
+    assert ours.losses == pytest.approx(theirs.losses, abs=1e-6, rel=0)
+    optimizer.close()
+
+
+def fit_sharded(rank, world_size, folder):
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ROLE_RANK=str(rank))
     runs = []
-    for path in (None, drive):
-        module = Module(path, sharded=True)
+
+    def fitted(module, resume=None):
         strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-        trainer = fit(module, folder, STEPS, strategy=strategy, devices=world_size, gradient_clip_val=None)
+        return fit(module, folder, STEPS, resume=resume, strategy=strategy, devices=world_size, gradient_clip_val=None)
+
+    for path in (None, folder):
+        module = Module(path, sharded=True)
+        trainer = fitted(module)
         assert all(isinstance(param, DTensor) for param in module.parameters())
         trainer.save_checkpoint(os.path.join(folder, f"whole-{path is None}"))
         if path is not None:
             trainer.optimizers[0].synchronize()
             assert trainer.optimizers[0].stats().updates_behind > 0
             trainer.optimizers[0].close()
-            again = Module(path, sharded=True)
-            strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-            trainer = fit(
-                again,
-                folder,
-                STEPS,
-                resume=os.path.join(folder, "whole-False"),
-                strategy=strategy,
-                devices=world_size,
-                gradient_clip_val=None,
-            )
+            trainer = fitted(Module(path, sharded=True), os.path.join(folder, "whole-False"))
             state = trainer.optimizers[0].state_dict()["state"]
             assert [float(entry["step"]) for entry in state.values()] == [STEPS] * len(state)
             trainer.optimizers[0].close()
@@ -126,8 +137,6 @@ def fit_sharded(rank, world_size, folder, drive):
 
 @client("Lightning", "`ModelParallelStrategy` (FSDP2), checkpoint, resume", UNCHANGED, HIDES_SHARDS)
 def test_sharded_by_its_strategy(tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    for theirs, ours in run_ranks(fit_sharded, 2, str(tmp_path), drive):
+    for theirs, ours in run_ranks(fit_sharded, 2, str(tmp_path)):
         assert len(ours) == STEPS
         assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
