@@ -4,6 +4,7 @@ A function of a page yields before each of its blocks the names that the block t
 block makes are in `names` when it goes on.
 """
 
+import itertools
 import json
 import os
 import re
@@ -118,7 +119,11 @@ def hugging_face(names, drive):
     yield trainers(names)
     Path("ds_config.json").write_text(Path("offload.json").read_text("utf-8"), encoding="utf-8")
     yield trainers(names)
+    yield trainers(names)
     names["engine"] = initialize(llama.llama(), write_section(drive, bf16={"enabled": True}))
+    accelerator, loader = import_module("accelerate").Accelerator(cpu=True), torch.utils.data.DataLoader(llama.rows(4))
+    yield {"accelerator": accelerator, "loader": loader, "itertools": itertools}
+    assert names["losses"]
     yield {"folder": "saved"}
     names["engine"].close()
     write_section(drive)
