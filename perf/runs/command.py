@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
-from nvme_offload.offload.errors import ConfigError, OffloadError, StateError
+from nvme_offload.offload.errors import OffloadError, StateError
 from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
@@ -22,13 +21,7 @@ _SHOWN = 4
 _OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir, background=True)"
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
-Paths = Annotated[
-    list[Path] | None, typer.Argument(metavar="PATH", help="Folders of nvme_path, beside those in --config.")
-]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="File of a section (.json or .toml): its folders are searched."),
-]
+Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Folders of nvme_path.")]
 
 
 class _ListUnlessTold(TyperGroup):
@@ -54,14 +47,13 @@ runs = typer.Typer(
 
 
 @runs.command("list", epilog="Example: offload runs list /mnt/nvme0")
-def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False) -> None:
+def list_runs(paths: Paths, as_json: Json = False) -> None:
     """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed.
 
     A PATH may also be a file that --json printed on another host: a run on several hosts is one line then.
     """
-    listings = [path for path in paths or [] if path.is_file()]
-    folders = [path for path in paths or [] if path not in listings]
-    found = _found(folders, config) if folders or config or not listings else []
+    listings = [path for path in paths if path.is_file()]
+    found = _found([path for path in paths if path not in listings])
     try:
         found = joined([*found, *(run for listing in listings for run in parse_runs(listing.read_text()))])
     except ValueError as error:
@@ -76,8 +68,7 @@ def list_runs(paths: Paths = None, config: Config = None, as_json: Json = False)
 @runs.command("remove", epilog="Example: offload runs remove my-run /mnt/nvme0")
 def remove(
     name: Annotated[str, typer.Argument(help="Name of the run.")],
-    paths: Paths = None,
-    config: Config = None,
+    paths: Paths,
     snapshot: Annotated[
         str | None, typer.Option("--snapshot", metavar="NAME", help="Remove this snapshot, and leave the run.")
     ] = None,
@@ -86,7 +77,7 @@ def remove(
     ] = False,
 ) -> None:
     """Delete a run, or one snapshot of it. A run that is alive is refused."""
-    run = _named(name, paths, config, snapshot)
+    run = _named(name, paths, snapshot)
     _check_paths(run, partly=partly)
     try:
         if snapshot is None:
@@ -105,8 +96,7 @@ def remove(
 def export(
     name: Annotated[str, typer.Argument(help="Name of the run.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write to, new or empty.")],
-    paths: Paths = None,
-    config: Config = None,
+    paths: Paths,
     step: Annotated[
         int | None,
         typer.Option(
@@ -134,7 +124,7 @@ def export(
 
     Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
     """
-    run = _named(name, paths, config, snapshot)
+    run = _named(name, paths, snapshot)
     _check_paths(run)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} is there and is no empty folder: name a new one", param_hint="FOLDER")
@@ -161,8 +151,8 @@ def export(
         raise typer.Exit(1) from error
 
 
-def _named(name: str, paths: Sequence[Path] | None, config: Path | None, snapshot: str | None) -> RunFound:
-    run = next((run for run in _found(paths, config) if run.name == name), None)
+def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> RunFound:
+    run = next((run for run in _found(paths) if run.name == name), None)
     if run is None:
         raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
     if snapshot is not None and snapshot not in run.snapshots:
@@ -181,21 +171,14 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
         )
 
 
-def _found(paths: Sequence[Path] | None, config: Path | None) -> list[RunFound]:
-    folders = list(paths or [])
+def _found(folders: Sequence[Path]) -> list[RunFound]:
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        what = "is no directory: name a folder that a section has as nvme_path"
+        raise typer.BadParameter(f"{', '.join(missing)} {what}", param_hint="PATH")
     try:
-        if config:
-            section = OffloadConfig.from_file(config)
-            one_may_be_gone = section.zero_optimization.offload_optimizer.copies > 1
-            folders += [path for path in section.nvme_paths if not one_may_be_gone or path.is_dir()]
-        if not folders:
-            raise typer.BadParameter("name a folder of nvme_path, or a configuration", param_hint="PATH")
-        if missing := [str(folder) for folder in folders if not folder.is_dir()]:
-            what = "is no directory: name a folder that a section has as nvme_path"
-            raise typer.BadParameter(f"{', '.join(missing)} {what}", param_hint="--config" if config else "PATH")
         return find_runs(folders)
-    except (ConfigError, OSError) as error:
-        raise typer.BadParameter(str(error), param_hint="--config" if config else "PATH") from error
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="PATH") from error
 
 
 def _table(found: Sequence[RunFound]) -> str:

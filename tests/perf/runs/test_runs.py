@@ -199,9 +199,3 @@ def test_words_that_lead_nowhere(paths, arguments):
     code, output = offload(*(argument.format(a=paths[0]) for argument in arguments))
     assert code == 2, output
     assert "Errno" not in output
-
-
-def test_the_paths_of_a_configuration(small, paths, in_memory):
-    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": list(map(str, paths))}}}
-    (in_memory / "offload.json").write_text(json.dumps(section))
-    assert lines("--config", in_memory / "offload.json")[1][0] == "small"
