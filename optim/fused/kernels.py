@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from struct import pack
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ def traced(rule: UpdateRule, scalars: Sequence[float]) -> tuple[Any, tuple[float
 
     The function loads and stores states; it takes masters and gradients, fp32, and returns masters.
     """
+    return _traced(rule, scalars, pack(f"{len(scalars)}d", *scalars))
+
+
+@lru_cache
+def _traced(rule: UpdateRule, scalars: Sequence[float], bits: bytes) -> tuple[Any, tuple[float, ...]]:
+    """See `traced`. Most runs of a step have the same scalars; `bits` keep -0.0 from being taken for 0.0."""
     trace, dithers = _Trace(), rule.dithers
     loaded = "_widened(tl.load({} + at, mask=there, other=0))" if dithers else "tl.load({} + at, mask=there, other=0.0)"
     master, grad = _Value(trace, "master"), _Value(trace, "grad")

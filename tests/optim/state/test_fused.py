@@ -62,6 +62,16 @@ def test_sums_of_squares_have_the_bits_of_the_kernel(numel, dtype):
     )
 
 
+def test_a_rule_is_traced_once_for_the_same_bits_of_its_scalars():
+    rule = CASES[0].rule
+    scalars = rule.scalars(CASES[0].settings, 1)
+    update, numbers = kernels.traced(rule, scalars)
+    assert kernels.traced(rule, scalars._replace())[1] is numbers
+    zero, other = (kernels.traced(rule, scalars._replace(eps=eps)) for eps in (0.0, -0.0))
+    assert zero[0] is other[0] is update
+    assert [str(number) for number in zero[1]] != [str(number) for number in other[1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["device, host and nvme", "device and host"])
 def test_state_on_a_device_with_clipping_has_the_bits_of_the_cpu(make_adamw, late, monkeypatch, name):
