@@ -21,6 +21,7 @@ from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
+from tests.support.pairs import each_value_once
 from tests.support.rules import CASES, NAMES
 from tests.support.twins import join_reference, split_reference
 
@@ -57,8 +58,7 @@ def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_
             assert state.differs_from(twin) == [], f"step {step}, {pool.isa}, {pool.num_threads} threads"
 
 
-@pytest.mark.parametrize("flush", [False, True], ids=["keep", "flush"])
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
+@pytest.mark.parametrize(("flush", "grad_dtype"), each_value_once([False, True], GRAD_DTYPES))
 @pytest.mark.parametrize("form", MasterForm)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, grad_dtype, flush):

@@ -178,7 +178,7 @@ def test_how_long_a_log_will_be_is_known_a_turn_before(space, period):
         assert [len(record.current.log) for record in drive.ring.slots] == foreseen
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("period", [1, 2, 3, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_period_writes_each_base_once_into_space_that_was_there_from_the_start(space, period):
     count = 2 * period + 1
     drive = Drive(space, layouts(count, period))

@@ -201,7 +201,7 @@ def test_killed_anywhere(case):
     assert not case.problems(crashes)
 
 
-@every_case
+@pytest.mark.parametrize("case", ["new tag", "same tag"], indirect=True)
 def test_power_lost_anywhere(case):
     crashes = list(case.history.power_losses(num_random=150))
     assert len(crashes) > 100

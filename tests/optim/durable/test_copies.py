@@ -152,8 +152,7 @@ def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monke
     end_alike(drive, other, 15, 2, period)
 
 
-@pytest.mark.parametrize("what", ["a sync", "a manifest", "a file cut short"])
-@pytest.mark.parametrize("copy", [0, 1])
+@pytest.mark.parametrize(("copy", "what"), each_value_once([0, 1], ["a sync", "a manifest", "a file cut short"]))
 def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy, what):
     with fresh(drive, other) as optimizer, said():
         train(optimizer, range(2))
@@ -176,8 +175,7 @@ def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy
     end_alike(drive, other, 6, 2, 1)
 
 
-@pytest.mark.parametrize("when", ["in a run", "before it goes on"])
-@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize(("period", "when"), each_value_once([1, 3], ["in a run", "before it goes on"]))
 def test_a_drive_that_lies_is_one_warning(drive, other, period, when):
     optimizer = fresh(drive, other, rewrite_every=period, buffers=2)
 

@@ -57,7 +57,7 @@ def pair(alone, tmp_path):
 
 
 @STRIKES
-@strided(709)
+@strided(1409)
 def test_a_step_is_handed_over_finished_or_repeated(pair, strike, stride):
     for interrupt in every(stride, strike):
         pair.backward()
@@ -110,7 +110,7 @@ WAITERS = {
 
 
 @STRIKES
-@strided(1601)
+@strided(3203)
 @pytest.mark.parametrize("name", WAITERS)
 def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
     for interrupt in every(stride, strike):
@@ -124,7 +124,7 @@ def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
 
 
 @STRIKES
-@strided(709)
+@strided(1409)
 def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch, strike, stride):
     for interrupt in every(stride, strike):
         pair.backward()
