@@ -13,14 +13,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An entry says where an engine is, and what is expected of it."""
+    """An entry says where an engine is, and when it is taken."""
 
     module: str
     class_name: str
     rank: int | None
     """When ``auto`` tries it: fastest first. None: it moves no bytes, and only `offload bench` offers it."""
-    least_share: float | None
-    """Least acceptable share of fio's bandwidth in the same minute; None: the engine's speed is not judged."""
     summary: str
 
     def open(self, options: EngineOptions) -> Engine:
@@ -31,10 +29,10 @@ class EngineEntry:
 
 _HERE = "nvme_offload.aio_native"
 REGISTRY: Mapping[str, EngineEntry] = {
-    "io_uring": EngineEntry(f"{_HERE}.uring", "UringEngine", 1, 0.97, "C++, liburing"),
-    "pyuring": EngineEntry(f"{_HERE}.pyuring", "PyuringEngine", 2, 0.90, "its binding from PyPI"),
-    "aiofiles": EngineEntry(f"{_HERE}.aiofiles_engine", "AiofilesEngine", 3, None, "runs anywhere"),
-    "null": EngineEntry(f"{_HERE}.null", "NullEngine", None, None, "no byte moves"),
+    "io_uring": EngineEntry(f"{_HERE}.uring", "UringEngine", 1, "C++, liburing"),
+    "pyuring": EngineEntry(f"{_HERE}.pyuring", "PyuringEngine", 2, "its binding from PyPI"),
+    "aiofiles": EngineEntry(f"{_HERE}.aiofiles_engine", "AiofilesEngine", 3, "runs anywhere"),
+    "null": EngineEntry(f"{_HERE}.null", "NullEngine", None, "no byte moves"),
 }
 """Every engine. The section, its reference page, bench, tune, doctor and demo offer what stands here."""
 

@@ -122,12 +122,9 @@ def comparison_lines(document: dict[str, Any]) -> list[str]:
         if not isinstance(result, dict):
             continue
         low, high = result["interval_95"]
-        verdict = ""
-        if result["least"] is not None:
-            verdict = f"; at least {result['least']:.2f} wanted: {'yes' if result['accepted'] else 'NO'}"
         lines.append(
             f"{rw} against fio: median ratio {result['ratio']:.3f}, fio against itself {result['control_ratio']:.3f}, "
-            f"quotient {result['quotient']:.3f} (95 %: {low:.3f} to {high:.3f}, {len(result['quads'])} quads){verdict}"
+            f"quotient {result['quotient']:.3f} (95 %: {low:.3f} to {high:.3f}, {len(result['quads'])} quads)"
         )
     return lines
 

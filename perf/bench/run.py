@@ -6,13 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.aio_native.registry import REGISTRY
 from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
-from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.workloads import RawTarget, Sample
 
@@ -115,11 +114,5 @@ def compare_with_fio(target: RawTarget, plan: Plan) -> dict[str, Any]:
                 for comparison in case.measure(plan.quads):
                     say(describe_latest(comparison))
                     advance(1)
-            document[rw] = comparison.to_dict() | _verdict(comparison, target)
+            document[rw] = comparison.to_dict()
     return document
-
-
-def _verdict(comparison: Comparison, target: RawTarget) -> dict[str, Any]:
-    """The least quotient against fio that we call the speed of the drive, if one is promised, and if it is kept."""
-    least = REGISTRY[target.engine.engine.name].least_share
-    return {"least": least, "accepted": None if least is None else comparison.quotient >= least}

@@ -89,7 +89,7 @@ class PacedEngine(PythonEngine):
 @contextmanager
 def paced_drive() -> Iterator[Pace]:
     """Inside, sections that name the engine `STANDS_IN_FOR` get this one; gives its pace, at first without limit."""
-    entry = EngineEntry(__name__, PacedEngine.__name__, None, None, "a drive of an exact rate")
+    entry = EngineEntry(__name__, PacedEngine.__name__, None, "a drive of an exact rate")
     PacedThread.pace.rate = math.inf
     with patch.dict(REGISTRY, {STANDS_IN_FOR: entry}):
         yield PacedThread.pace

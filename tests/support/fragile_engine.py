@@ -43,6 +43,6 @@ def choose_fragile(patch: pytest.MonkeyPatch, break_at: int, *, ended: bool = Tr
     """From here on ``auto`` takes it first."""
     patch.setattr(FragileThread, "break_at", break_at, raising=False)
     patch.setattr(FragileThread, "ended", ended, raising=False)
-    entry = EngineEntry(__name__, "FragileEngine", 0, None, "breaks")
+    entry = EngineEntry(__name__, "FragileEngine", 0, "breaks")
     patch.setattr(registry, "REGISTRY", {"fragile": entry, **registry.REGISTRY})
     patch.setattr(registry, "ENGINES", ("fragile", *registry.ENGINES))
