@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -217,11 +217,17 @@ class FinalGradients:
         return self._commits is not None and not self._commits.is_settled
 
     @property
-    def begins_next(self) -> bool:
+    def _begins_next(self) -> bool:
         """Whether the next step begins in backward."""
         if self._guesses is None:
             return self.is_asked
         return self._guesses.factor is not None and not self._is_taken_back
+
+    def begins_with(self, slots: Iterable[SlotRecord]) -> bool:
+        """Return whether the next step begins in backward with any of these, if that goes as the latest one did."""
+        if not self._begins_next:
+            return False
+        return any(self._may_begin(self._store.table[run.param]) for slot in slots for run in slot.subgroup.runs)
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """Note that a gradient was added to ``leaf.grad``, and hand it in if it is final.
@@ -238,7 +244,7 @@ class FinalGradients:
         if begun is not None and record.index in begun.claims.final:
             self._take_back_or_refuse(record)
             return
-        may_begin = self.backward.is_last and self.begins_next and not self.must_agree and self._may_begin(record)
+        may_begin = self.backward.is_last and self._begins_next and not self.must_agree and self._may_begin(record)
         if store.is_closed or not may_begin or not _is_reduced(parts):
             return
         if whole is None:

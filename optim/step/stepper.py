@@ -391,7 +391,7 @@ class Stepper:
         let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
         # Subgroups as the next step will probably go through them.
         following = forward_order(record.order, store.uses.ranks) if self.final.is_asked else list(record.order)
-        first = first_of_next(following, begins_in_backward=self.final.begins_next)
+        first = first_of_next(following, begins_in_backward=self.final.begins_with(following))
         schedule = Behind(following, began_in_backward=bool(record.done))
         job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.
