@@ -118,7 +118,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 growth.append(LATE.live_bytes - before)
                 if guesses:
                     wait_for_guessed(engine.optimizer)
-                time.sleep(0.6 * is_ahead)
+                _wait_for_an_update(worked, 10 * is_ahead)
                 # Who guesses takes back for a reader, and who does not would refuse it.
                 if section.get("overlap_step") != "backward" and not (guesses and step % 4):
                     with torch.no_grad():
@@ -154,6 +154,13 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "updates_taken_back": stats.updates_taken_back,
         "skipped": stats.skipped_steps,
     }
+
+
+def _wait_for_an_update(names: list[str], seconds: float) -> None:
+    """Wait in the first step, so long at most, until the worker has done what it can."""
+    latest = time.monotonic() + seconds
+    while not {"update", "step"} & {*names} and time.monotonic() < latest:
+        time.sleep(0.01)
 
 
 def _noting_sums(names: list[str]) -> Any:
