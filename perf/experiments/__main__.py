@@ -18,7 +18,6 @@ _ABOUT = {
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
         "--size tiny --path /mnt/nvme0",
     ),
-    "durable": ("Count the bytes that durable steps and steps in place move.", "--path /mnt/nvme0"),
     "hidden-step": ("Measure how much of a step each schedule hides.", "paced"),
     "micro-batches": ("Measure the orders of micro-batches with everything on NVMe.", "bytes --path /mnt/nvme0"),
     "on-device": (

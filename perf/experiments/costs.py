@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.offload.units import GB
-from nvme_offload.perf.experiments.durable import runs_removed, settle, unused_name
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.durable_runs import runs_removed, settle, unused_name
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.sections import MODES, section
 from nvme_offload.perf.measure.training import bf16_params, layered_model

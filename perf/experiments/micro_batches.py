@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from nvme_offload import OffloadConfig, OffloadEngine, initialize
 from nvme_offload.offload.units import GiB
 from nvme_offload.optim.telemetry.stats import OptimizerStats
-from nvme_offload.perf.experiments.durable import runs_removed, unused_name
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
 from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.durable_runs import runs_removed, unused_name
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import (
     peak_resident_bytes,

@@ -9,9 +9,6 @@ from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from tests.perf.experiments.running import results
 
-MOST = {1: (12, 10.0), 2: (7, 12.0), 3: (16 / 3, 13.4)}
-"""Bytes per bf16 parameter and step by period: written, but for trailers and manifests, and read at most."""
-
 
 @pytest.mark.slow  # a process for each
 def test_memory_of_each_way(tmp_path):
@@ -35,19 +32,6 @@ def test_iterations_by_turns(tmp_path, monkeypatch):
     found = results("activations", "iterations", "--path", tmp_path, *size, "--quads", 1)
     assert list(found) == ["boundaries", "attention", "all"]
     assert all(each["quotient"] > 0 for each in found.values())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("millions", "period"), [(2, 1), (2, 3), *(pytest.param(100, period, marks=pytest.mark.slow) for period in MOST)]
-)
-def test_a_durable_step_writes_what_its_period_says_and_reads_little_more(tmp_path, millions, period):
-    found = results("durable", "--path", tmp_path, "--millions", millions, "--rewrite-every", period)
-    slack = 0.05 + 0.15 / millions
-    written, most_read = MOST[period]
-    assert written <= found["durable"]["written"] <= written + slack
-    assert 10 <= found["in place"]["written"] <= 10 + slack
-    assert found["durable"]["read"] <= most_read
     assert list(tmp_path.iterdir()) == []
 
 
