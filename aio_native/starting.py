@@ -6,6 +6,7 @@ thread is started by another one, which C begins in one call.
 """
 
 import _thread
+import signal
 import threading
 from queue import SimpleQueue
 
@@ -19,6 +20,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def _start(thread: threading.Thread, told: SimpleQueue[BaseException | None]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the new thread has this mask from its beginning
     try:
         thread.start()
     except BaseException as error:

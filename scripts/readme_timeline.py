@@ -82,11 +82,16 @@ def bars_of(trace: dict[str, Any]) -> list[Bar]:
 
 
 def median_iteration(bars: list[Bar]) -> tuple[Bar, list[Bar]]:
-    """Return the step of the iteration that took the median time, and all spans in it, from its first forward on."""
+    """Return the step of the iteration that took the median time, and all spans in it, from its first forward on.
+
+    Only of iterations in which something is updated: the first one after a pause finds nothing behind the step before.
+    """
     iterations, before = list[tuple[float, Bar]](), 0.0
+    updates = [bar.start for bar in bars if bar.kind == "compute"]
     for step in (bar for bar in bars if bar.kind == "step"):
         first = next(bar.start for bar in bars if bar.kind == "forward" and bar.start >= before)
-        iterations.append((first, step))
+        if any(first <= start < step.end for start in updates):
+            iterations.append((first, step))
         before = step.end
     zero, step = sorted(iterations, key=lambda each: each[1].end - each[0])[len(iterations) // 2]
     inside = (bar for bar in bars if bar.end > zero and bar.start < step.end)
