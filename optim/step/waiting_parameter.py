@@ -95,7 +95,7 @@ def _end_updates() -> None:
 
 
 def _has_nothing_left(worker: Worker) -> bool:
-    return worker.job is None or not worker.job.must_end
+    return (job := worker.job) is None or not job.must_end  # read once: it may go meanwhile
 
 
 os.register_at_fork(before=_end_updates)

@@ -1,6 +1,7 @@
 """Ctrl-C while a finalizer runs comes out of the program, behind the finalizer."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -91,3 +92,11 @@ def test_a_second_one_ends_the_finalizer():
         while num_threads() > num_before:
             time.sleep(0.001)
     assert said == ["first"]
+
+
+def test_a_thread_has_signals_blocked_from_its_beginning():
+    masks = []
+    thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    start(thread)
+    thread.join()
+    assert signal.SIGINT in masks[0]

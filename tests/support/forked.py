@@ -91,7 +91,7 @@ def run_code(
 
 
 class ForkedChild:
-    """What `perf.measure.child` takes for a `subprocess.Popen`: it serves in a fork, which has imported all already."""
+    """It stands for the `subprocess.Popen` of `perf.measure.child`, and serves in a fork, which has imported all."""
 
     def __init__(self, command: Sequence[str], *, stdout: Any, env: dict[str, str], **unused: object) -> None:
         with Connection(os.dup(int(command[-1]))) as channel:
