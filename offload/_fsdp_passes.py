@@ -55,8 +55,9 @@ class TakingTurns:
     FSDP2 (2.11 to 2.15) knows of one forward at a time (``FSDPState._training_state``, ``_modules_to_run_forward``,
     ``FSDPStateContext.iter_forward_root``), frees what it gathered after every call (``FSDPParamGroup.reshard``), and
     reduces what any group has at the end of every backward (``FSDPState._root_post_backward_final_callback``, unless
-    ``FSDPStateContext.post_backward_final_callback_queued``). While turns are taken, a forward that waits is put aside,
-    and whoever takes them says when a group is freed, and when it is reduced.
+    ``FSDPStateContext.post_backward_final_callback_queued``). From 2.15 on whoever queues it says if FSDP2 ends a
+    backward by itself (``manual_backward_finalization_active``). While turns are taken, a forward that waits is put
+    aside, and whoever takes them says when a group is freed, and when it is reduced.
     """
 
     def __init__(self, root: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
@@ -81,6 +82,7 @@ class TakingTurns:
         """Free and reduce nothing by itself from here on."""
         self._is_under_way = True
         self._context.post_backward_final_callback_queued = True
+        self._context.manual_backward_finalization_active = False
 
     def end(self) -> None:
         """End all passes: do what FSDP2 does after the last backward of a step."""
@@ -91,6 +93,7 @@ class TakingTurns:
         """Leave FSDP2 to itself again, wherever an exception came; ``reset_iter_state`` does the rest. Idempotent."""
         self._is_under_way = False
         self._context.post_backward_final_callback_queued = False
+        self._context.manual_backward_finalization_active = None
 
     def put_aside(self) -> Any:
         """Take FSDP2's record of the forward that runs, for `take_up`. Another one may begin."""
