@@ -88,7 +88,7 @@ def threads():
 IN_MEMORY = {"param": "cpu", "grads": "cpu"}
 FEW_STEPS = [
     ("bf16", 1, True, EVERYTHING),
-    ("bf16", 8, True, EVERYTHING),
+    ("bf16", 4, True, EVERYTHING),
     ("mixed", 3, False, IN_MEMORY),
     ("fp16", 2, True, {"param": "nvme"}),
     ("fp32", 2, True, {"grads": "nvme"}),
@@ -111,7 +111,7 @@ def of_ten_steps():
 @pytest.mark.parametrize(
     ("steps", "case"),
     [
-        *((3, dict(zip(("precision", "count", "tied", "tiers"), each, strict=True))) for each in FEW_STEPS),
+        *((2, dict(zip(("precision", "count", "tied", "tiers"), each, strict=True))) for each in FEW_STEPS),
         *(pytest.param(10, case, marks=SLOW) for case in of_ten_steps()),
     ],
     ids=str,
@@ -132,14 +132,15 @@ def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, steps, case):
 
 
 def train_on_ranks(rank, world_size, path, steps):
-    few = [(1, True, 3), (2, False, 3), (3, True, 3), (3, False, 3)]
-    for stage, tied, count in few if steps == 2 else itertools.product((1, 2, 3), (True, False), (1, 2, 8)):
-        wanted = train(config_of(None, "horizontal", count, stage=stage), steps, rank, tied=tied)
-        config = config_of(path, "vertical", count, stage=stage, **EVERYTHING)
+    few = [("fp16", 1, True, 2), ("bf16", 2, False, 2), ("bf16", 3, True, 3)]
+    every = itertools.chain(
+        itertools.product(["bf16"], (1, 2, 3), (True, False), (1, 2, 8)),
+        itertools.product(PRECISIONS, (1, 2, 3), [True], [3]),
+    )
+    for precision, stage, tied, count in few if steps == 2 else every:
+        wanted = train(config_of(None, "horizontal", count, precision, stage=stage), steps, rank, tied=tied)
+        config = config_of(path, "vertical", count, precision, stage=stage, **EVERYTHING)
         compare(wanted, train(config, steps, rank, tied=tied))
-    for precision, stage in [("fp16", 1)] if steps == 2 else itertools.product(PRECISIONS, (1, 2, 3)):
-        wanted = train(config_of(None, "horizontal", 3, precision, stage=stage), steps, rank)
-        compare(wanted, train(config_of(path, "vertical", 3, precision, stage=stage, **EVERYTHING), steps, rank))
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
@@ -147,26 +148,25 @@ def test_the_bits_are_the_same_on_two_ranks_in_every_stage(tmp_path, steps):
     run_ranks(train_on_ranks, 2, tmp_path, steps)
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward", "speculate"])
+BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+PLAIN = {key: BACKWARD[key] for key in ("gradient_clipping", "skip_non_finite")}
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_steps_are_hidden_as_ever(alone, tmp_path, overlap):
     """In the first step, in which the model is looked at, no update begins in backward; then all of them may."""
-    more = {"state": "nvme", "overlap_step": overlap}
-    if overlap == "backward":
-        more |= {"gradient_clipping": 0.0, "skip_non_finite": False}
-    plain = {key: value for key, value in more.items() if key not in ("state", "overlap_step")}
-    wanted = train(config_of(None, "horizontal", 3, **plain), 8, tied=False)
-    config = config_of(tmp_path, "vertical", 3, **more)
-    config["zero_optimization"]["offload_optimizer"]["durable"] = overlap == "speculate"
-    with make(config, num_layers=3, tied=False) as engine:
-        seen = [step_of(engine, number) for number in range(8)]
-        compare(wanted, (full_state(engine.module, engine.optimizer), seen))
+    more = PLAIN if overlap == "backward" else {}
+    config = config_of(tmp_path, "vertical", 3, state="nvme", overlap_step=overlap, **more)
+    with make(config, num_layers=3) as engine:
+        seen = [step_of(engine, number) for number in range(3)]
+        compare(of_the_loop(3, 3, **more), (full_state(engine.module, engine.optimizer), seen))
         stats = engine.optimizer.stats()
     assert stats.updates_behind > 0
-    assert (stats.updates_in_backward > 0) == (overlap == "backward") or overlap == "speculate"
+    assert (stats.updates_in_backward > 0) == (overlap == "backward")
 
 
 @pytest.mark.parametrize("orders", [("horizontal", "vertical"), ("vertical", "horizontal")], ids="-".join)
-@pytest.mark.parametrize("half", [2, pytest.param(5, marks=SLOW)])
+@pytest.mark.parametrize("half", [1, pytest.param(5, marks=SLOW)])
 def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders, half):
     wanted = of_the_loop(3, 2 * half)
     seen = []
@@ -182,17 +182,13 @@ def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders, half):
     compare(wanted, (state, seen))
 
 
-BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
-PLAIN = {key: BACKWARD[key] for key in ("gradient_clipping", "skip_non_finite")}
-
-
 def train_in_backward(rank, world_size, path, cases):
     for precision, stage, tied, tiers in cases:
-        wanted = train(config_of(None, "horizontal", 3, precision, stage=stage, **PLAIN), 4, rank, tied=tied)
+        wanted = train(config_of(None, "horizontal", 3, precision, stage=stage, **PLAIN), 3, rank, tied=tied)
         config = config_of(path, "vertical", 3, precision, stage=stage, **BACKWARD, **tiers)
         with make(config, num_layers=3, tied=tied) as engine:
             seen, moved = [], []
-            for number in range(4):
+            for number in range(3):
                 seen.append(step_of(engine, number, rank))
                 engine.optimizer.synchronize()
                 stats = engine.optimizer.stats()
@@ -228,23 +224,23 @@ def test_gradients_wait_for_the_step_with_a_parameter_that_got_none(alone, tmp_p
         torch.manual_seed(0)
         return Spare()
 
-    wanted = train(config_of(None, "horizontal", 2, **PLAIN), 4, model=model)
-    compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), 4, model=model))
+    wanted = train(config_of(None, "horizontal", 2, **PLAIN), model=model)
+    compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), model=model))
 
 
 def test_a_guess_in_backward_is_taken_back_where_the_step_clips(alone, tmp_path, monkeypatch):
     """Parameters come back from the commit; gradients are still on the drive."""
     be_eager(monkeypatch)
     for clip in (1e9, 0.5):
-        more = {"gradient_clipping": clip}
-        wanted = train(config_of(None, "horizontal", 2, **more), 6)
-        config = config_of(tmp_path, "vertical", 2, overlap_step="speculate", **more, **EVERYTHING)
+        wanted = of_the_loop(2, 4, gradient_clipping=clip)
+        config = config_of(tmp_path, "vertical", 2, overlap_step="speculate", gradient_clipping=clip, **EVERYTHING)
         config["zero_optimization"]["offload_optimizer"] |= {"durable": f"run-{clip}", "staging_budget": "4MiB"}
         with make(config, num_layers=3) as engine:
-            seen = [step_of(engine, number) for number in range(6)]
+            seen = [step_of(engine, number) for number in range(4)]
             compare(wanted, (full_state(engine.module, engine.optimizer), seen))
             stats = engine.optimizer.stats()
         assert stats.updates_in_backward > 0
+        assert stats.updates_behind > 0
         assert (stats.updates_taken_back > 0) == (clip == 0.5)
 
 
@@ -254,12 +250,12 @@ def test_a_guess_in_backward_is_taken_back_where_the_step_clips(alone, tmp_path,
 )
 def test_steps_of_a_durable_run_are_hidden_too(alone, tmp_path, order, overlap, every):
     """Between two rewritings of its state the gradients are in its log."""
-    wanted = of_the_loop(3, 8, **PLAIN)
+    wanted = of_the_loop(3, 5, **PLAIN)
     config = config_of(tmp_path, order, 3, **BACKWARD | {"overlap_step": overlap}, **EVERYTHING)
     durable = {"durable": True, "rewrite_every": every, "staging_budget": "4MiB"}
     config["zero_optimization"]["offload_optimizer"] |= durable
     with make(config, num_layers=3) as engine:
-        seen = [step_of(engine, number) for number in range(8)]
+        seen = [step_of(engine, number) for number in range(5)]
         compare(wanted, (full_state(engine.module, engine.optimizer), seen))
         stats = engine.optimizer.stats()
     assert (stats.updates_in_backward if overlap == "backward" else stats.updates_behind) > 0
@@ -282,12 +278,12 @@ def test_gradients_of_updated_blocks_are_gone(alone, tmp_path):
 
 @CAN_GO_ON
 def test_an_io_error_after_an_update_in_backward_says_that_a_checkpoint_leads_on(alone, tmp_path, monkeypatch):
-    with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=6) as engine:
+    with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=4) as engine:
         step_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved")
         saved = full_state(engine.module, engine.optimizer)
-        layer = engine.module.layers[2]
-        calls = Trouble(4, SwapIOError(5, path="here", offset=0, size_bytes=1, direction="read"))  # layer 5 is updated
+        layer = engine.module.layers[0]
+        calls = Trouble(4, SwapIOError(5, path="here", offset=0, size_bytes=1, direction="read"))  # layer 3 is updated
         hook = layer.register_forward_pre_hook(calls)
         with pytest.raises(SwapIOError) as raised:
             step_of(engine, 1)
@@ -333,7 +329,7 @@ def labelled(model, tokens, **more):
 def test_models_of_hugging_face(alone, tmp_path, model, tied, steps):
     """A T5 has two stacks of blocks, the first one's output goes to every block of the second, and ends are shared."""
     ends = [
-        train(config_of(tmp_path, order, 3, **tiers), steps, model=partial(model, tied), loss_of=labelled)
+        train(config_of(tmp_path, order, 2, **tiers), steps, model=partial(model, tied), loss_of=labelled)
         for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
     ]
     compare(*ends)
@@ -341,16 +337,16 @@ def test_models_of_hugging_face(alone, tmp_path, model, tied, steps):
 
 def test_a_block_is_gathered_twice_however_many_micro_batches_there_are(alone, tmp_path):
     uses = {}
-    for count in (1, 2, 8):
-        with make(config_of(tmp_path, "vertical", count, **EVERYTHING), num_layers=4, tied=False) as engine:
-            for number in range(3):
+    for count in (1, 2, 5):
+        with make(config_of(tmp_path, "vertical", count, **EVERYTHING), num_layers=3, tied=False) as engine:
+            for number in range(2):
                 step_of(engine, number)
                 engine.optimizer.synchronize()
                 if number == 0:
                     before = engine.optimizer.stats()
             after = engine.optimizer.stats()
             uses[count] = (after.param_uses - before.param_uses, after.grad_bytes_written - before.grad_bytes_written)
-    assert uses[1] == uses[2] == uses[8]
+    assert uses[1] == uses[2] == uses[5]
 
 
 class Dropping(Model):
@@ -365,15 +361,11 @@ class Dropping(Model):
 def test_dropout_is_the_same_in_every_run_and_when_a_block_is_computed_again(alone, tmp_path):
     """With one micro-batch the masks are drawn in the order of the plain loop."""
     runs = []
-    for _ in range(2):
+    for order, count in ("vertical", 3), ("vertical", 3), ("horizontal", 1), ("vertical", 1):
         torch.manual_seed(5)
-        runs.append(train(config_of(tmp_path, "vertical", 3), model=Dropping))
-    compare(*runs)
-    ends = []
-    for order in ("horizontal", "vertical"):
-        torch.manual_seed(5)
-        ends.append(train(config_of(tmp_path, order, 1), model=Dropping))
-    compare(*ends)
+        runs.append(train(config_of(tmp_path, order, count), 2, model=Dropping))
+    compare(*runs[:2])
+    compare(*runs[2:])
 
 
 def test_frozen_parts_and_evaluations_between_and_inside_losses(alone, tmp_path):
@@ -390,7 +382,7 @@ def test_frozen_parts_and_evaluations_between_and_inside_losses(alone, tmp_path)
         return loss_of(model, tokens) * weight
 
     ends = [
-        train(config_of(tmp_path, order, 3, **tiers), model=frozen, loss_of=with_evaluation)
+        train(config_of(tmp_path, order, 2, **tiers), 2, model=frozen, loss_of=with_evaluation)
         for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
     ]
     compare(*ends)
@@ -417,16 +409,16 @@ class CheckpointedInside(Layer):
 
 
 def test_checkpointing_around_a_block_is_no_cost_and_inside_it_is_said_once(alone, tmp_path):
-    wanted = train(config_of(None, "horizontal", 2))
+    wanted = of_the_loop(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compare(wanted, train(config_of(tmp_path, "vertical", 2), checkpointing=True))
+        compare(wanted, train(config_of(tmp_path, "vertical", 2), 2, checkpointing=True))
     torch.manual_seed(0)
     model = Model(num_layers=3)
     for layer in model.layers:
         layer.__class__ = CheckpointedInside
     with pytest.warns(RuntimeWarning, match=r"block layers\.2 has activation checkpointing inside") as said:
-        compare(wanted, train(config_of(tmp_path, "vertical", 2), model=lambda: model))
+        compare(wanted, train(config_of(tmp_path, "vertical", 2), 2, model=lambda: model))
     assert sum("checkpointing inside" in str(each.message) for each in said) == 1
 
 
@@ -535,12 +527,10 @@ def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, 
     for order in ("horizontal", "auto"):
         torch.manual_seed(0)
         with initialize(Odd(kind), config_of(tmp_path, order, 2, **EVERYTHING)) as engine:
-            if order == "auto":
-                with pytest.warns(RuntimeWarning, match=f"go one after the other.*{ODD[kind]}"):
-                    seen = [step_of(engine, 0)]
-            else:
+            said = pytest.warns(RuntimeWarning, match=f"go one after the other.*{ODD[kind]}")
+            with said if order == "auto" else contextlib.nullcontext():
                 seen = [step_of(engine, 0)]
-            seen += [step_of(engine, number) for number in range(1, 3)]
+            seen.append(step_of(engine, 1))
             ends.append((full_state(engine.module, engine.optimizer), seen))
     compare(*ends)
 
@@ -698,10 +688,10 @@ FAILING = [("params", Op.READ), ("grads", Op.WRITE), ("activations", Op.READ), (
 )
 def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, kind, op, first):
     """Each time another micro-batch enters a block."""
-    wanted = of_the_loop(3, 2, num_layers=6)
+    wanted = of_the_loop(3, 2, num_layers=5)
     config = config_of(tmp_path, "vertical", 3, **EVERYTHING)
     config["activations"] = {"device": "nvme", "nvme_path": str(tmp_path), "host_budget": "8KiB", "min_bytes": 0}
-    with make(config, num_layers=6) as engine:
+    with make(config, num_layers=5) as engine:
         seen = [step_of(engine, 0)]
         engine.optimizer.synchronize()
         blocks = getattr(engine.optimizer.store.blocks, kind, None)
@@ -719,7 +709,7 @@ def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, 
 
 @CAN_GO_ON
 @STRIKES
-@pytest.mark.parametrize("stride", [4001, pytest.param(EACH, marks=SLOW)])
+@pytest.mark.parametrize("stride", [6007, pytest.param(EACH, marks=SLOW)])
 def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path, stride, strike):
     config, of_twin = config_of(tmp_path / "drive", "vertical", 3, **EVERYTHING), config_of(None, "horizontal", 3)
     (tmp_path / "drive").mkdir()

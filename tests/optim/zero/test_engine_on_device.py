@@ -101,8 +101,8 @@ def assert_same(expected, found):
 
 
 SIZES = {
-    "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 12)],
-    "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 12)],
+    "host memory": [section("cpu", params="cpu", model={"num_layers": number}, **BF16) for number in (4, 8)],
+    "nvme": [section("nvme", "nvme", 1, "nvme", model={"num_layers": number, "meta": True}) for number in (4, 8)],
 }
 SUBGROUPS = "backward, several subgroups"
 BEHIND = {
@@ -143,8 +143,8 @@ def assert_memory_is_flat(results, itemsize):
     (_, few), (_, many) = results
     for found in (few, many):
         assert found["copies_where_it_computes"] == len(found["norms"]), "none but of what the model is given"
-    # What 8 layers keep of 8 samples; two gradients more or less are on their way.
-    activations = 8 * 8 * WIDTH * itemsize
+    # What 4 layers keep of 8 samples; two gradients more or less are on their way.
+    activations = 4 * 8 * WIDTH * itemsize
     assert abs(many["peak_bytes"] - few["peak_bytes"] - activations) <= LAYER_BYTES // 2 * itemsize, "memory grows"
     return few, many
 
@@ -212,7 +212,7 @@ def case_of(schedule, tiers):
     if schedule == "backward":
         chosen |= {"gradient_clipping": 0.0, "skip_non_finite": False}
     if schedule == "speculate":  # two micro-batches have a smaller norm than one
-        chosen |= {"gradient_clipping": 10.0 - 3 * (number % 2), "scales": [1, 1, 1, 300, 1, math.inf, 1]}
+        chosen |= {"gradient_clipping": 10.0 - 3 * (number % 2), "scales": [1, 1, 300, 1, math.inf]}
     if state == "device":
         chosen["device_budget"] = "1GiB"
     if period:

@@ -31,7 +31,7 @@ from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import LATE
 from tests.support.tiers import be_eager, wait_for_guessed
 
-WIDTH, LAYERS, STEPS = 48, 4, 3
+WIDTH, LAYERS, STEPS = 48, 4, 2
 
 
 class Model(torch.nn.Module):
@@ -120,7 +120,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                     wait_for_guessed(engine.optimizer)
                 _wait_for_an_update(worked, 10 * is_ahead)
                 # Who guesses takes back for a reader, and who does not would refuse it.
-                if section.get("overlap_step") != "backward" and not (guesses and step % 4):
+                if section.get("overlap_step") != "backward" and not (guesses and step % 3):
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 if step == 1 and section["offload_gradients"]["device"] != "none":
