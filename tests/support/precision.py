@@ -17,7 +17,7 @@ from tests.support.training import Twin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPERPARAMETERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-MICRO_BATCHES, STEPS, WIDTH, SCALE = 2, 3, 6, 64.0
+MICRO_BATCHES, STEPS, WIDTH, SCALE = 2, 2, 6, 64.0
 
 
 class Half(nn.Module):

@@ -30,7 +30,7 @@ def test_a_forward_waits_for_shards_of_every_precision(alone, tmp_path, precisio
     for mode in ("off", None):
         config = config_of(tmp_path, mode, accumulation=1, **PRECISIONS[precision])
         with make(config, num_layers=2, width=129, tied=False) as engine:
-            for step in range(3):
+            for step in range(2):
                 engine.backward(loss_of(engine, step))
                 with engine.optimizer.store.worker.kept_away():
                     engine.step()
@@ -39,7 +39,7 @@ def test_a_forward_waits_for_shards_of_every_precision(alone, tmp_path, precisio
                 engine.train()
                 engine._drop_gathered()
             stats = engine.optimizer.stats()
-            assert before == (2 * stats.num_subgroups if mode is None else 0), "nothing is updated inside the step"
+            assert before == (stats.num_subgroups if mode is None else 0), "nothing is updated inside the step"
     half = len(outputs) // 2
     assert all(map(torch.equal, outputs[half:], outputs[:half]))
 
@@ -73,7 +73,7 @@ def read_at_random(config, path, seed):
     random_ = random.Random(seed)
     seen = []
     with make(config, num_layers=LAYERS, width=129) as engine:
-        for step in range(12):
+        for step in range(8):
             train_step(engine, step)
             for name in random_.sample(sorted(READERS), random_.choice([0, 1, 1, 3])):
                 if name == "save":
@@ -93,7 +93,7 @@ def read_at_random(config, path, seed):
 @pytest.mark.parametrize(
     "precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in list(PRECISIONS)[1:])]
 )
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_whoever_reads_finds_the_latest_step(alone, tmp_path, seed, precision):
     keys = PRECISIONS[precision]
     off, lazy = (read_at_random(config_of(tmp_path, mode, **keys), tmp_path, seed) for mode in ("off", None))

@@ -73,7 +73,7 @@ def trained(path, case, schedule, place, steps, rank=0):
             engine.module.uses = list(case["uses"][step % len(case["uses"])] if case["uses"] else range(LAYERS))
             for micro in range(engine.gradient_accumulation_steps):
                 loss = loss_of(engine, step, micro, rank)
-                engine.backward(loss * torch.inf if case["overflows"] and step % 5 == 3 else loss)
+                engine.backward(loss * torch.inf if case["overflows"] and step % 5 == 2 else loss)
                 engine.step()
                 seen.append(loss.item())
             seen += [engine.get_global_grad_norm(), engine.optimizer.num_skipped_steps]
@@ -109,19 +109,17 @@ def assert_hidden(cases, hidden):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case['schedule']}-{case['place']}-{case['precision']}")
 def test_a_few_cases(alone, tmp_path, case):
-    assert_hidden([case], check(tmp_path, [case], 5))  # the fourth overflows, where one does
+    assert_hidden([case], check(tmp_path, [case], 4))  # the third overflows, where one does
 
 
 def test_the_few_have_every_value():
     assert all({case[name] for case in FEW} == set(values) for name, values in COLUMNS.items())
 
 
-def test_a_few_cases_on_two_ranks(tmp_path):
-    cases = [
-        next(case for case in FEW if case[name] == value)
-        for name, value in (("schedule", "backward"), ("place", "all"))
-    ]
-    for hidden in run_ranks(check_rank, 2, tmp_path, cases, 4):
+def test_a_case_on_two_ranks(tmp_path):
+    """Updates in backward of two ranks: test_guesses.py and test_block_by_block.py."""
+    cases = [next(case for case in FEW if case["place"] == "all")]
+    for hidden in run_ranks(check_rank, 2, tmp_path, cases, 3):
         assert_hidden(cases, hidden)
 
 

@@ -14,8 +14,8 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, be_eager, loss_of, make, section, wait_for_guessed
 
-LAYERS = 4
-SCALES = (1, 1, 1, 1000, 1, 1, float("inf"), 1, 1, 1, 1)
+LAYERS = 3
+SCALES = (1, 1, 1000, 1, 1, float("inf"), 1, 1)
 """What the loss of a step is multiplied by: one is clipped, one is skipped."""
 
 
@@ -152,7 +152,7 @@ def add(engine, step):
 def test_whatever_somebody_does_after_backward_has_the_effect_that_it_has_in_the_plain_order(
     alone, eager, tmp_path, between
 ):
-    scales = (1,) * 5
+    scales = (1,) * 4
 
     def often(engine, step):
         if step % 2:
@@ -171,8 +171,8 @@ def test_parameters_that_are_changed_by_hand_are_not_lost_with_a_guess(alone, ea
     ends = []
     for schedule in ("off", "speculate"):
         with model(config_of(tmp_path, schedule, **PRECISIONS[precision])) as engine:
-            for step, scale in enumerate((1, 1, 1, 1000)):
-                if step == 3:
+            for step, scale in enumerate((1, 1, 1000)):
+                if step == 2:
                     engine.optimizer.synchronize()
                     with torch.no_grad():
                         engine.module.head.weight.add_(0.25)
@@ -263,7 +263,7 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
     assert stats.guesses > stats.wrong_guesses > 0
 
 
-LOST = 6  # the step whose commit fails on one rank
+LOST = 5  # the step whose commit fails on one rank
 
 
 def fail_once(engine):

@@ -5,7 +5,8 @@ import torch
 
 from nvme_offload import OffloadAdamW, StateError
 from tests.optim.test_interrupts import default_handler  # noqa: F401
-from tests.support.interrupts import STRIKES, every, raise_struck, strided, struck
+from tests.support.interrupts import STRIKES, every, raise_struck, send_sigint, strided, struck
+from tests.support.pairs import each_value_once
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import loss_of, make, section
 from tests.support.training import assert_same_training, noted
@@ -109,9 +110,9 @@ WAITERS = {
 }
 
 
-@STRIKES
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @strided(3203)
-@pytest.mark.parametrize("name", WAITERS)
+@pytest.mark.parametrize(("name", "strike"), each_value_once(list(WAITERS), [raise_struck, send_sigint]))
 def test_who_waits_for_updates_can_be_interrupted(pair, name, strike, stride):
     for interrupt in every(stride, strike):
         pair.backward()

@@ -126,7 +126,7 @@ def test_state_and_figures_are_read_beside_steps(make_adamw):
     readers = [threading.Thread(target=read, args=(what,)) for what in (optimizer.state_dict, optimizer.stats)]
     for reader in readers:
         reader.start()
-    for step in range(20):
+    for step in range(10):
         for ps, one in ((params, optimizer), (twins, twin)):
             set_grads(ps, step % 4)
             one.step()

@@ -158,14 +158,14 @@ def kinds(switches_off):
     return Kinds(switches_off)
 
 
-def train_all(rank, world_size, stages):
-    return {(*case, stage): train(rank, section(case[0], stage), case[1]) for case in CASES for stage in stages}
+def train_all(rank, world_size, cases, stages):
+    return {(*case, stage): train(rank, section(case[0], stage), case[1]) for case in cases for stage in stages}
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, (2, 3)), (2, (1, 2, 3))])
-def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(ranks, stages):
-    of_ranks = run_ranks(train_all, ranks, stages)
-    for dtype, switches_off in CASES:
+@pytest.mark.parametrize(("ranks", "cases", "stages"), [(1, CASES, (2, 3)), (2, CASES[1:], (1, 2, 3))])
+def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(ranks, cases, stages):
+    of_ranks = run_ranks(train_all, ranks, cases, stages)
+    for dtype, switches_off in cases:
         losses, norms = train_plainly(dtype, switches_off, ranks)
         for rank, results in enumerate(of_ranks):
             for stage in stages:

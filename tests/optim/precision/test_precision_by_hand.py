@@ -116,7 +116,7 @@ def compare(rank, world_size):
     found = {}
     for mode, block in itertools.product(HALVES, (NormInFp32, DecayInFp32, GateIn16Bits)):
         expected = look_at_plain(mode, block)
-        for stage in (1, 2, 3):
+        for stage in (1, 2, 3) if mode == "bf16" else (3,):
             seen = look_at_engine(mode, block, stage)
             assert seen.keys() == expected.keys()
             for name, value in expected.items():
@@ -131,7 +131,7 @@ def compare(rank, world_size):
 def test_every_block_is_computed_as_in_plain_pytorch(world_size):
     """The same batch on each rank: the mean of their gradients is that of one."""
     for found in run_ranks(compare, world_size):
-        assert len(found) > 2 * 3 * 3 * 12
+        assert len(found) > (3 + 1) * 3 * 12
         assert {key: distance for key, distance in found.items() if distance > 1e-6} == {}
 
 

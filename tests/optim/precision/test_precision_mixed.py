@@ -16,7 +16,7 @@ from tests.support.precision import rounded
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 
-VOCABULARY, WIDTH, STEPS, ACCUMULATION = 31, 16, 4, 2
+VOCABULARY, WIDTH, STEPS, ACCUMULATION = 31, 16, 2, 2
 HYPERPARAMETERS = {"lr": 1e-3, "weight_decay": 0.1}
 MODES = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -96,7 +96,9 @@ WIRES = [  # section; low dtype; per kind of parameters, low ones and others, re
 
 
 def look(rank, world_size):
-    return [{stage: collectives_of(keys, stage) for stage in (1, 2, 3)} for keys, *_ in WIRES]
+    """At stages 1 and 2, and at stage 3 in the first wires, each of which has another dtype or another reduction."""
+    stages = [(1, 2, 3) if number < 3 else (1, 2) for number in range(len(WIRES))]
+    return [{stage: collectives_of(keys, stage) for stage in of} for (keys, *_), of in zip(WIRES, stages, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def bytes_of(phase, kind):
 
 def test_stage_3_gathers_again_for_backward_and_bf16_reduction_moves_half_the_bytes(seen):
     for results in seen:
-        for by_stage in results:
+        for by_stage in results[:3]:
             assert bytes_of(by_stage[3][0], "gather") > bytes_of(by_stage[2][0], "gather")
             assert by_stage[3][0].keys() == by_stage[2][0].keys()
             assert bytes_of(by_stage[3][0], "reduce") == bytes_of(by_stage[2][0], "reduce")

@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -31,6 +31,16 @@ from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, 
 
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
 """Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway."""
+LAYERS = 4
+
+
+@cache
+def undisturbed(stage=3, tied=True):
+    """Three steps with everything in memory."""
+    with make(section(None, stage=stage), num_layers=LAYERS, tied=tied) as engine:
+        for step in range(3):
+            train_step(engine, step)
+        return full_state(engine.module, engine.optimizer)
 
 
 @pytest.mark.parametrize("key", ["offload_param", "offload_gradients"])
@@ -57,23 +67,12 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(alone, tmp_path, mon
 
 def test_what_a_drive_does_in_a_bad_hour_changes_nothing(alone, tmp_path, monkeypatch):
     """Short transfers, interruptions, delays and completions out of order, on all tiers."""
-    ends = []
-    for seed in (None, 1, 2):
-        faults = FaultSpec(seed=seed or 0, short=0.3, eintr=0.2, eagain=0.2, delay=0.1, reorder=0.3, max_delay_us=2000)
-
-        class FaultyTier(NvmeTier):
-            def __init__(self, config, *, paths=None, faults=faults):
-                super().__init__(config, paths=paths, faults=faults)
-
-        with monkeypatch.context() as patch:
-            if seed is not None:
-                patch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", FaultyTier)
-            with make(section(tmp_path, **EVERYTHING)) as engine:
-                for step in range(3):
-                    train_step(engine, step)
-                ends.append(full_state(engine.module, engine.optimizer))
-    assert_same(ends[0], ends[1])
-    assert_same(ends[0], ends[2])
+    faults = FaultSpec(seed=1, short=0.3, eintr=0.2, eagain=0.2, delay=0.1, reorder=0.3, max_delay_us=2000)
+    monkeypatch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", partial(NvmeTier, faults=faults))
+    with make(section(tmp_path, **EVERYTHING), num_layers=LAYERS) as engine:
+        for step in range(3):
+            train_step(engine, step)
+        assert_same(full_state(engine.module, engine.optimizer), undisturbed())
 
 
 def refuse_second_write(tier, monkeypatch):
@@ -193,34 +192,29 @@ def fail_in_the_step(engine, kind):
     ],
 )
 def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, kind, moment, stage, tied):
-    ends = []
-    for broken in (False, True):
-        config = section(tmp_path, **EVERYTHING, stage=stage)
-        config["aio"]["engine"] = "aiofiles"
-        config |= {"overlap_step": "off"} if moment == "step" else {}
-        if moment == "behind" and not CAN_GO_ON:
-            return
-        with make(config, tied=tied) as engine:
-            train_step(engine, 0)
-            if not broken:
-                train_step(engine, 1)
-            elif moment in ("step", "behind"):
-                fail_in_the_step(engine, kind)
-            else:
-                fail_in_a_pass(engine, kind, moment)
-                if not CAN_GO_ON:
-                    return
-                train_step(engine, 1)
-            train_step(engine, 2)
-            ends.append(full_state(engine.module, engine.optimizer))
-    assert_same(*ends)
+    config = section(tmp_path, **EVERYTHING, stage=stage)
+    config["aio"]["engine"] = "aiofiles"
+    config |= {"overlap_step": "off"} if moment == "step" else {}
+    if moment == "behind" and not CAN_GO_ON:
+        return
+    with make(config, num_layers=LAYERS, tied=tied) as engine:
+        train_step(engine, 0)
+        if moment in ("step", "behind"):
+            fail_in_the_step(engine, kind)
+        else:
+            fail_in_a_pass(engine, kind, moment)
+            if not CAN_GO_ON:
+                return
+            train_step(engine, 1)
+        train_step(engine, 2)
+        assert_same(full_state(engine.module, engine.optimizer), undisturbed(stage, tied))
 
 
 def cannot_read_its_shard(rank, world_size, path):
     """On both ranks at once: one alone would leave the other in a collective."""
     config = section(path, **EVERYTHING)
     config["aio"]["engine"] = "aiofiles"
-    with make(config) as engine:
+    with make(config, num_layers=LAYERS) as engine:
         train_step(engine, 0, rank)
         with unreadable(engine, "params"), pytest.raises(SwapIOError, match=r"of layers\.3.* failed: EIO") as caught:
             loss_of(engine, 1)
@@ -238,7 +232,7 @@ def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):
     for broken in (False, True):
         config = section(tmp_path, **EVERYTHING, accumulation=1) | {"overlap_step": "off"}
         config["aio"]["engine"] = "aiofiles"
-        with make(config) as engine:
+        with make(config, num_layers=LAYERS) as engine:
             engine.backward(loss_of(engine, 0))
             if broken:
                 with unreadable(engine, "params"), pytest.raises(SwapIOError):

@@ -44,7 +44,7 @@ def adapted_llama(dtype):
     return model.to(dtype)
 
 
-def fine_tune(model, config, steps=4):
+def fine_tune(model, config, steps=3):
     """Whole state at the end; bytes that the kernel says each step has written; the engine's figures of the base."""
     written = []
     with initialize(model, config) as engine:
@@ -119,7 +119,7 @@ def train_with_two_buffers(rank, world_size, path):
         for layer in model.layers:
             layer.up.requires_grad_(False)
         with initialize(model, section(path, **tiers)) as engine:
-            for step in range(3):
+            for step in range(2):
                 train_step(engine, step, rank)
             states.append(full_state(engine.module, engine.optimizer))
     assert_same(*states)

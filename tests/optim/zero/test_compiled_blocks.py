@@ -9,7 +9,7 @@ from nvme_offload import get_full_optimizer_state, get_full_param, initialize
 from tests.support.layered_model import Part, batch, loss_of
 from tests.support.training import assert_same_bits
 
-STEPS = 4
+STEPS = 3
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 128.0}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -8,7 +8,7 @@ from torch import nn
 
 from nvme_offload import initialize
 
-HIDDEN, LAYERS, STEPS = 2048, 2, 2
+HIDDEN, LAYERS, STEPS = 512, 2, 2
 
 
 class SimpleModel(nn.Module):

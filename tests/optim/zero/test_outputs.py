@@ -124,9 +124,12 @@ def same_bits(rank, config, kinds):
 
 
 def every_kind(rank, world_size, path):
-    """At stage 3, on one rank the deepest, and that at every stage; all on NVMe, and updates that begin in backward."""
-    for stage in range(4):
-        same_bits(rank, section(stage), KINDS.keys() - {"dict"} if stage == 3 and world_size > 1 else ["nested"])
+    """Of several ranks at stage 3, and the deepest at every stage; of one, all on NVMe, and updates in backward."""
+    if world_size > 1:
+        for stage in range(4):
+            same_bits(rank, section(stage), KINDS.keys() - {"dict"} if stage == 3 else ["nested"])
+        return
+    same_bits(rank, section(3), ["nested"])
     same_bits(rank, tiers.section(path, **tiers.EVERYTHING, accumulation=2), ["namespace"])
     in_backward = {"overlap_step": "backward", "skip_non_finite": False, **BF16}
     same_bits(rank, {**section(3, path, **in_backward), "gradient_clipping": 0.0}, ["namespace"])

@@ -33,7 +33,7 @@ def one_fails_in_a_pass(rank, world_size, path, moment):
     config["aio"]["engine"] = "aiofiles"
     store = store_of_all_ranks()
     logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard(store))
-    with make(config) as engine:
+    with make(config, num_layers=4) as engine:
         assert [thread.name for thread in threading.enumerate()].count("nvme-offload-peers") == 1
         train_step(engine, 0, rank)
         with pytest.raises(SwapIOError if rank == 1 else PeerError) as caught:
@@ -72,7 +72,7 @@ def one_repeats_its_step(rank, world_size, path):
     config["aio"]["engine"] = "aiofiles"
     store, said = store_of_all_ranks(), ""
     logging.getLogger("nvme_offload.optim.ranks.peers").addHandler(Heard(store))
-    with make(config) as engine:
+    with make(config, num_layers=4) as engine:
         train_step(engine, 0, rank)
         engine.backward(loss_of(engine, 1, 0, rank))
         if rank == 1:
@@ -83,7 +83,7 @@ def one_repeats_its_step(rank, world_size, path):
         train_step(engine, 2, rank)
         assert engine._peers.instead_of(RuntimeError()) is None, "nobody waits any more: an error is the user's own"
         disturbed = full_state(engine.module, engine.optimizer)
-    with make(config) as engine:
+    with make(config, num_layers=4) as engine:
         for step in range(3):
             train_step(engine, step, rank)
         assert_same(disturbed, full_state(engine.module, engine.optimizer))

@@ -37,7 +37,7 @@ if PIPELINES_REDUCE_ONCE:  # and refuse by name what that loses; see test_precis
         name: mode for name, mode in MODES.items() if name not in ("bf16, fp32 reduction", "bf16, fp32 accumulation")
     }
 CASES = [*((mode, "1F1B") for mode in MODES), ("fp32", "GPipe"), ("bf16", "GPipe")]
-QUICK = [("fp32", "1F1B"), ("bf16", "1F1B")]
+QUICK = [("bf16", "1F1B")]
 """The others are slow: test_precision_matrix.py has pipelines of every mode in every run."""
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
@@ -216,8 +216,7 @@ def every_case(rank, world_size, path):
     refused(mesh)
     results["typed stages"] = typed_stages(mesh)
     results |= trained_cases(mesh, QUICK)
-    results["nvme"] = Pipeline(mesh, "1F1B", section(path, **BF16)).train()
-    results["stage 3"] = Pipeline(mesh, "1F1B", section(stage=3)).train()
+    results["stage 3 on nvme"] = Pipeline(mesh, "1F1B", section(path, **BF16, stage=3)).train()
     results["plain"] = train_plainly(mesh)
     results["checkpoints"] = checkpoints(mesh, path.parent / "stages", path)
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
@@ -278,9 +277,10 @@ def assert_matches(ranks, mode, schedule):
     assert joined.keys() == ranks[0][mode][2].keys()
 
 
-def test_nvme_and_memory_give_the_same_bits_in_a_pipeline(ranks):
+def test_stage_3_on_nvme_gives_the_bits_of_stage_1_in_memory(ranks):
+    """The schedule reduces once per step, whatever the stage."""
     for results in ranks:
-        nvme, cpu = results["nvme"], results["bf16", "1F1B"]
+        nvme, cpu = results["stage 3 on nvme"], results["bf16", "1F1B"]
         assert nvme[:2] == cpu[:2]
         assert_same(nvme[2], cpu[2])
 
@@ -288,13 +288,6 @@ def test_nvme_and_memory_give_the_same_bits_in_a_pipeline(ranks):
 def test_a_pipeline_resumes_from_one_checkpoint_bit_for_bit_and_so_does_the_whole_model(ranks):
     for results in ranks:
         assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
-
-
-def test_zero_stages_give_the_same_bits_in_a_pipeline(ranks):
-    """The schedule reduces once per step, whatever the stage."""
-    for results in ranks:
-        assert results["stage 3"][:2] == results["fp32", "1F1B"][:2]
-        assert_same(results["stage 3"][2], results["fp32", "1F1B"][2])
 
 
 def test_the_engine_is_a_plain_pipeline_bit_for_bit(ranks):

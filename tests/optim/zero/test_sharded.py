@@ -23,7 +23,7 @@ from tests.support.sharded_model import (
 )
 from tests.support.tiers import section as tiers_section
 
-STEPS = 5
+STEPS = 3
 
 
 def train(rank, dtype, steps, config):
@@ -87,7 +87,7 @@ def train_beside_torch(rank, world_size, path):
     theirs = [sharded_model(torch.bfloat16), sharded_model(torch.bfloat16, split=False)]
     optimizer, stocks = make(ours, section("nvme", path)), [stock_adamw(model) for model in theirs]
     norms, coefficients = [], []
-    for step in range(12):
+    for step in range(6):
         backward(ours, rank, step)
         for p, *others in zip(*(model.parameters() for model in (ours, *theirs)), strict=True):
             assert p.grad.dtype is torch.bfloat16, "the partition is 16-bit"

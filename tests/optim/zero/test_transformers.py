@@ -12,7 +12,7 @@ from tests.support import build, small_llama
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
 
-STEPS, BATCH = 20, 4
+STEPS, TRAINER_STEPS, BATCH = 14, 20, 4
 LR = 1e-2
 CLIP = 1.0
 BF16 = {"bf16": {"enabled": True}}
@@ -36,7 +36,7 @@ section = partial(build.section, staging_budget="8MiB")
 
 
 def train_llama(rank, world_size, config):
-    """Twenty steps on this rank's part of one batch: what came of them, and what the model was on the way."""
+    """Steps on this rank's part of one batch: what came of them, and what the model was on the way."""
     model = llama()
     model.gradient_checkpointing_enable()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -136,7 +136,7 @@ class HandClipping(TrainerCallback):
 def trainer_of(model, optimizer, out, scheduler=None, callbacks=(), **arguments):
     settings = {
         "output_dir": str(out),
-        "max_steps": STEPS,
+        "max_steps": TRAINER_STEPS,
         "per_device_train_batch_size": BATCH,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -178,7 +178,7 @@ def distance(parameters, others):
 @DTYPES
 def test_trainer_clips_as_by_default(dtype, tmp_path):
     losses, norms, parameters = train(tmp_path, dtype=dtype, path=tmp_path)
-    assert len(losses) == STEPS
+    assert len(losses) == TRAINER_STEPS
     assert losses[-1] < 0.8 * losses[0]
     assert norms[0] > CLIP
     by_hand = train(tmp_path, dtype=dtype, max_grad_norm=0.0, callbacks=[HandClipping()])
@@ -188,28 +188,20 @@ def test_trainer_clips_as_by_default(dtype, tmp_path):
     assert distance(parameters, unclipped[2]) > 1e-3
 
 
-def everything(model, optimizer):
-    """Parameters and state of a model that is not sharded."""
-    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
-    for index, entries in optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{name}": value for name, value in entries.items()}
-    return tensors
-
-
 @DTYPES
 def test_trainer_resumes_from_its_checkpoint_bit_for_bit(dtype, tmp_path):
     """Saved with the state on NVMe, in the middle of a schedule; resumed in memory, from other weights."""
     finals, losses = [], []
-    for path, seed, resume in ((tmp_path, 0, None), (None, 7, tmp_path / "out" / f"checkpoint-{STEPS // 2}")):
+    for path, seed, resume in ((tmp_path, 0, None), (None, 7, tmp_path / "out" / f"checkpoint-{TRAINER_STEPS // 2}")):
         model = llama(dtype, seed)
         with OffloadAdamW(model.parameters(), lr=LR, offload=section(path)) as optimizer:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
+            saving = {"save_strategy": "steps", "save_steps": TRAINER_STEPS // 2}
             trainer = trainer_of(model, optimizer, tmp_path / "out", schedule, **saving)
             trainer.train(resume_from_checkpoint=resume and str(resume))
-            finals.append(everything(model, optimizer))
+            finals.append(full_state(model, optimizer))
             losses.append(logged(trainer, "loss"))
-            assert optimizer.param_groups[0]["lr"] == LR / (1 + STEPS)
+            assert optimizer.param_groups[0]["lr"] == LR / (1 + TRAINER_STEPS)
     assert losses[1] == losses[0]
     assert_same(*finals)
 

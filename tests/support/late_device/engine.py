@@ -120,7 +120,7 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                     wait_for_guessed(engine.optimizer)
                 _wait_for_an_update(worked, 10 * is_ahead)
                 # Who guesses takes back for a reader, and who does not would refuse it.
-                if section.get("overlap_step") != "backward" and not (guesses and step % 3):
+                if section.get("overlap_step") != "backward" and not (guesses and step % 4):
                     with torch.no_grad():
                         losses.append(engine(batch).float().square().mean())  # somebody else reads, too
                 if step == 1 and section["offload_gradients"]["device"] != "none":
