@@ -25,7 +25,7 @@ from tests.support.resuming import fresh_engine, section, steps_of
 
 on_hosts = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 
-STOPPED, ALL = 3, 6
+STOPPED, ALL = 2, 4
 AX, BY = ("a", "x", "nvme"), ("b", "y", "nvme")
 RESTARTS = {
     "the other way round": ([AX, BY], [BY, AX]),

@@ -98,7 +98,12 @@ def address(site):
 
 @pytest.mark.skipif(BROWSER is None, reason=MISSING)
 @pytest.mark.parametrize(
-    "page", ["", "tutorials/fine_tune_7b/", "reference/optimizers/", "configuration/", "comparison/"]
+    "page",
+    ["", "reference/optimizers/"]
+    + [
+        pytest.param(page, marks=pytest.mark.slow)
+        for page in ("tutorials/fine_tune_7b/", "configuration/", "comparison/")
+    ],
 )
 def test_a_browser_shows_it_without_script_errors(address, page, tmp_path):
     document, errors = opened(f"{address}/{page}", tmp_path)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,10 +65,7 @@ def test_a_thread_without_a_timeout_is_rung_up(bell):
 
 
 def test_without_a_descriptor_it_says_that_it_will_not_ring(bell, monkeypatch):
-    def refuse(fd):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "dup", refuse)
+    monkeypatch.setattr(os, "dup", Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     assert bell.hang_on(operation()) is False
 
 

@@ -48,7 +48,7 @@ def in_time(call):
 
 
 @STRIKES
-@strided(31)
+@strided(61)
 @pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):
@@ -122,7 +122,7 @@ class Cache:
 
 
 @STRIKES
-@strided(127)
+@strided(251)
 @pytest.mark.parametrize("name", ["read", "change", "synchronize"])
 def test_a_block_cache_goes_on(tmp_path, name, strike, stride):
     subject = Cache(tmp_path)
@@ -147,7 +147,7 @@ def test_a_block_cache_goes_on(tmp_path, name, strike, stride):
 
 
 @STRIKES
-@strided(17)
+@strided(37)
 def test_what_was_reserved_is_given_back_or_owned(tmp_path, strike, stride):
     """Also where the exception comes before anybody has it: between the tier and the cache that asked it."""
     subject = Cache(tmp_path)

@@ -189,9 +189,12 @@ def read_past_the_tier(run: DurableRun) -> Values:
     return tuple(values)
 
 
-def said_by_runs(*paths: Path) -> str:
-    """Return what `offload runs` prints of these folders."""
-    return CliRunner().invoke(cli.app, ["runs", *map(str, paths)]).output
+def offload_runs(*arguments: object) -> tuple[int, str]:
+    """Return the exit status of `offload runs`, and what it prints."""
+    done = CliRunner().invoke(cli.app, ["runs", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
 
 
 def as_an_earlier_version_wrote(folder: Path) -> None:

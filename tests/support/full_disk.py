@@ -8,6 +8,7 @@ import subprocess
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,15 +151,12 @@ def two_ranks(path, period):
     run_ranks(_rank, 2, path, period)
 
 
-def _no_space(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def _rank(rank, world_size, path, period):
     with fresh(path, "run", period) as optimizer:
         with pytest.MonkeyPatch.context() as patch, warned() as texts:
             if rank == 1:  # cannot write down what the run is
-                patch.setattr(type(optimizer.durable.commits.run), "identify", _no_space)
+                full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+                patch.setattr(type(optimizer.durable.commits.run), "identify", full)
             train(optimizer, range(2))
             assert settled(optimizer).committed_step is None
         assert len(texts) == 1

@@ -36,7 +36,7 @@ from tests.support.training import params_of, section
 
 SHAPES = [(70_001,), (999,), (65_537,), (5,), (9_999,)]
 DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
-NUM_STEPS = 16
+NUM_STEPS = 12
 _PAGE = struct.Struct("<qqq")  # resumed at, steps begun, steps that returned
 _ATTEMPTS = 400
 

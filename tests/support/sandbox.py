@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.support.forked import run_code
 
 NOBODY = 65534
@@ -55,6 +57,9 @@ def can_mount() -> bool:
         return subprocess.run(["unshare", *user, "--mount", "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
+
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
 
 
 def can_filter() -> bool:

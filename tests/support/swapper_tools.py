@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.sandbox import can_mount, run_python
+from tests.support.sandbox import run_python
 
 KiB, MiB = 1 << 10, 1 << 20
 PATIENCE = 60.0  # seconds after which a transfer counts as lost
@@ -13,7 +13,6 @@ DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 ]
-needs_mounts = pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

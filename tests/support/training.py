@@ -1,6 +1,7 @@
 """Small trainings to compare: configuration sections, gradients from a seed, a reference twin, bitwise equality."""
 
 import contextlib
+import itertools
 import math
 import subprocess
 import sys
@@ -137,8 +138,8 @@ class Twin:
     def step(self, grads: Sequence[torch.Tensor | None]) -> float:
         """One step over gradients as stored; returns the norm."""
         upcast = [None if grad is None else grad.detach().float().reshape(-1).numpy() for grad in grads]
-        squares = (float(x) ** 2 for grad in upcast if grad is not None for x in grad)
-        norm = math.sqrt(math.fsum(squares)) if self.clip else math.nan
+        squares = (np.square(grad, dtype=np.float64).tolist() for grad in upcast if grad is not None)
+        norm = math.sqrt(math.fsum(itertools.chain.from_iterable(squares))) if self.clip else math.nan
         coef = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
         for i, grad in enumerate(upcast):
             if grad is None:

@@ -5,6 +5,7 @@ import logging
 import random
 import re
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,8 @@ from tests.support.activations import KEEPS, Attending, KiB, Layers, batch, grad
 from tests.support.failing_drive import Failing, Op
 from tests.support.own_resources import Resources
 from tests.support.pairs import each_value_once
-from tests.support.sandbox import can_mount, run_python
+from tests.support.sandbox import needs_mounts, run_python
 from tests.support.training import assert_same_bits
-
-needs_mounts = pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monk
 @pytest.mark.parametrize(("kind", "keep"), each_value_once(["eio", "enospc"], KEEPS))
 def test_faults_from_seeds_are_never_silent(tmp_path, expected, kind, keep):
     outcomes = []
-    for seed in range(12):
+    for seed in range(7):
         faults, model = FaultSpec(seed=seed, **{kind: random.Random(seed).choice((0.03, 0.2, 1.0))}), fresh()
         config = section(tmp_path, keep, host_budget=64 * KiB)
         with ActivationSwapper(config, model=model, faults=faults) as swapper:
@@ -137,17 +136,14 @@ def test_failed_writes_are_logged_and_not_repeated_for_each_tensor(tmp_path, mon
     """While the budget holds all, one that failed is enough."""
     model = fresh()
     with ActivationSwapper(section(tmp_path, host_budget=620 * KiB), model=model) as swapper:
-
-        def full(sizes):
-            raise OutOfSpaceError(path=tmp_path, needed_bytes=sum(sizes), free_bytes=0)
-
+        full = Mock(side_effect=OutOfSpaceError(path=tmp_path, needed_bytes=1, free_bytes=0))
         monkeypatch.setattr(swapper.tier, "reserve", full)
         with caplog.at_level(logging.ERROR):
             assert_same_bits(attempt(model, swapper), expected)
     assert len([record for record in caplog.records if "swap_out" in record.message]) <= 2
 
 
-def test_nothing_is_left_after_iterations_of_which_one_in_ten_raises(tmp_path):
+def test_nothing_is_left_after_iterations_of_which_one_in_four_raises(tmp_path):
     """In a forward, or in a backward."""
     before = Resources.steady()
     model, draw = fresh(), random.Random(0)
@@ -160,9 +156,9 @@ def test_nothing_is_left_after_iterations_of_which_one_in_ten_raises(tmp_path):
         raise StopError
 
     with ActivationSwapper(section(tmp_path), model=model) as swapper:
-        for _ in range(200):
+        for _ in range(60):
             hook, layer = None, model.layers[draw.randrange(len(model.layers))]
-            if draw.random() < 0.1:
+            if draw.random() < 0.25:
                 where = draw.choice((layer.register_forward_hook, layer.register_full_backward_pre_hook))
                 hook = where(stop)
             try:
@@ -182,15 +178,14 @@ def test_nothing_is_left_after_iterations_of_which_one_in_ten_raises(tmp_path):
 
 def test_what_is_written_is_what_was_saved_less_the_budget(tmp_path):
     """And the budget is never exceeded by more than the tensor that is just saved."""
-    for depth, budget in ((150, 1024 * KiB), (300, 2048 * KiB)):
-        model = Layers(depth)
-        with ActivationSwapper(section(tmp_path, host_budget=budget), model=model) as swapper:
-            train_once(model, swapper.saving)
-            stats = swapper.stats()
-        assert abs(stats.written_bytes - (stats.saved_bytes - budget)) <= 0.01 * stats.saved_bytes
-        assert stats.read_bytes <= stats.written_bytes  # one that is asked for while it is copied is still there
-        assert stats.num_reads_foreseen == stats.num_reads
-        assert stats.peak_held_bytes <= budget + 25_600
+    model, budget = Layers(150), 1024 * KiB
+    with ActivationSwapper(section(tmp_path, host_budget=budget), model=model) as swapper:
+        train_once(model, swapper.saving)
+        stats = swapper.stats()
+    assert abs(stats.written_bytes - (stats.saved_bytes - budget)) <= 0.01 * stats.saved_bytes
+    assert stats.read_bytes <= stats.written_bytes  # one that is asked for while it is copied is still there
+    assert stats.num_reads_foreseen == stats.num_reads
+    assert stats.peak_held_bytes <= budget + 25_600
 
 
 def test_a_graph_that_outlives_the_swapper_is_an_error(tmp_path):

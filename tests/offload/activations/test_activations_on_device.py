@@ -23,7 +23,7 @@ DEPTHS = [[{**place, "depth": depth} for depth in (5, 9)] for place in (NVME | {
 SOME = [
     *(TINY, DROPPED, *DEPTHS[0], *DEPTHS[1]),
     {**HOST, "keep": "boundaries", "kind": "in place", "autocast": True},
-    {**NVME, "keep": "attention", "kind": "attention", "retained": True},
+    {**NVME, "keep": "attention", "kind": "attention", "depth": 4, "host_budget": 32 * KiB, "retained": True},
 ]
 MODELS = ("plain", "in place", "checkpointed", "attention")
 ALL = [

@@ -69,15 +69,18 @@ def _problem(run, names, pinned, truth):
     return None
 
 
-def problems(paths, monkeypatch, *, every=False, num_random=150, seed=0):
-    """List what is wrong after crashes; `every`: also with any change alone, and all but any, lost at every moment."""
+def problems(paths, monkeypatch, *, every=False, num_random=60, seed=0):
+    """List what is wrong after crashes: at every third moment, and drawn ones.
+
+    `every`: at each moment, also with any change alone, and all but any, lost.
+    """
     history, truth = recorded(paths)
     folder = paths[0].parent.with_name("after")
-    losses = history.power_losses(at_most=2, num_random=num_random, seed=seed)
+    kills, losses = history.kills(seed), history.power_losses(at_most=2, num_random=num_random, seed=seed)
     if not every:
-        chance = random.Random(seed)
+        chance, kills = random.Random(seed), itertools.islice(kills, 0, None, 3)
         losses = (history.some_crash(chance) for _ in range(num_random))
-    for crash in itertools.chain(history.kills(seed), losses):
+    for crash in itertools.chain(kills, losses):
         if found := problem(crash, truth, paths, folder, monkeypatch):
             yield f"{crash}: {found}"
 

@@ -7,10 +7,10 @@ import struct
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from nvme_offload import ClosedError, OutOfSpaceError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload import sync
@@ -18,8 +18,7 @@ from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable.committer import Committer
 from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.perf.cli import app
-from tests.support.durable_run import HEADER, SmallRun
+from tests.support.durable_run import HEADER, SmallRun, offload_runs
 from tests.support.durable_run import sealed as with_digest
 from tests.support.interrupts import Struck, every, raise_struck
 from tests.support.training import run_child
@@ -123,10 +122,7 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
 
 
 def test_no_room_for_the_first_ones(tmp_path, monkeypatch):
-    def refused(fd, offset, size_bytes):
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "posix_fallocate", refused)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     with pytest.raises(OutOfSpaceError, match=NAMES[0]):
         opened(tmp_path)
 
@@ -165,10 +161,7 @@ def test_it_goes_on_while_nobody_waits(committer):
 
 
 def test_a_failure_is_told_once_and_the_next_commit_is_made(committer):
-    def fail():
-        raise OSError("no")
-
-    committer.begin(fail)
+    committer.begin(Mock(side_effect=OSError("no")))
     committer.wait()
     assert str(committer.take_failure()) == "no"
     assert committer.take_failure() is None
@@ -372,9 +365,9 @@ def refused(folder, words):
     assert str(folder) in str(caught.value)
     after = {path.name: (path.stat().st_blocks, path.read_bytes()) for path in folder.iterdir() if path.name != "owner"}
     assert after == before
-    done = CliRunner().invoke(app, ["runs", os.fspath(folder.parent)])
-    listed = " ".join(done.output.split())
-    assert done.exit_code == 0, done.output
+    code, output = offload_runs(folder.parent)
+    listed = " ".join(output.split())
+    assert code == 0, output
     assert "other three slots 1" in listed
     assert "rank 0: " in listed
 

@@ -13,7 +13,7 @@ from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.perf.doctor.engines import first_numbers
 from tests.support.ranks import run_ranks
-from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, forbid, run_python
+from tests.support.sandbox import IO_URING_CALLS, can_filter, forbid, needs_mounts, run_python
 from tests.support.small_training import train
 
 needs_filter = pytest.mark.skipif(not can_filter(), reason="no seccomp filter is written for this architecture")
@@ -234,7 +234,7 @@ class TestLittleLockedMemory:
         assert run["registered"], records
 
 
-@pytest.mark.skipif(not can_mount(), reason="no mount namespaces here")
+@needs_mounts
 def test_a_file_system_that_counts_no_blocks_is_not_taken_for_full(tmp_path, unconfined):
     (run,), records = run_confined(tmp_path, "auto", mounts={tmp_path: "ramfs"})
     assert run["digest"] == unconfined["digest"]

@@ -1,5 +1,7 @@
 """Memory of the host, and of a device, behind the interface of a tier: the bytes are there at once."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -105,9 +107,6 @@ def test_an_extent_that_was_lost_to_an_exception_takes_no_memory(on_host):
 
 
 def test_a_device_that_is_full_says_which_budget(late, monkeypatch):
-    def full(*unused, **named):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(MemoryError, match="12 KiB left for optimizer state: lower device_budget"):
         DeviceTier(torch.device("late")).reserve([SIZE])

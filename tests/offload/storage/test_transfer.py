@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,9 +95,7 @@ def test_a_loop_that_is_gone_is_not_written_to():
 
 def test_a_loop_that_refused_to_watch_is_asked_again(monkeypatch):
     operation, transfer = make()
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")  # fs.epoll.max_user_watches
+    refuse = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))  # fs.epoll.max_user_watches
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -112,9 +111,7 @@ def test_a_loop_that_refused_to_watch_is_asked_again(monkeypatch):
 
 def test_awaiting_works_where_no_descriptor_is_left(monkeypatch):
     operation, transfer = make()
-
-    def refuse(fd):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    refuse = Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
 
     async def main():
         monkeypatch.setattr(os, "dup", refuse)

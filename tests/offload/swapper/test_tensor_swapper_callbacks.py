@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,11 +31,7 @@ def test_a_source_is_gone_when_it_is_copied(open_swapper, shape):
 
 def test_nothing_is_copied_where_there_is_no_space(open_swapper, monkeypatch):
     swapper, called = open_swapper(), []
-
-    def full(sizes):
-        raise OSError(28, "no space")
-
-    monkeypatch.setattr(swapper.tier, "reserve", full)
+    monkeypatch.setattr(swapper.tier, "reserve", Mock(side_effect=OSError(28, "no space")))
     transfer = swapper.swap_out("x", torch.ones(10), on_copied=lambda: called.append("copied"))
     transfer.on_done(lambda: called.append("done"))
     with pytest.raises(OSError, match="no space"):
@@ -44,11 +41,8 @@ def test_nothing_is_copied_where_there_is_no_space(open_swapper, monkeypatch):
 
 
 def test_an_exception_where_a_source_was_copied_fails_the_transfer(swapper):
-    def refuse():
-        raise KeyError("mine")
-
     with pytest.raises(KeyError, match="mine"):
-        swapper.swap_out("x", torch.ones(10), on_copied=refuse).wait(PATIENCE)
+        swapper.swap_out("x", torch.ones(10), on_copied=Mock(side_effect=KeyError("mine"))).wait(PATIENCE)
     assert swapper.names() == []
 
 
@@ -103,12 +97,9 @@ def test_who_is_told_may_call_the_swapper_while_another_thread_holds_what_he_wan
 
 
 def test_what_a_callback_raises_is_logged_and_stops_nothing(swapper, caplog):
-    def refuse():
-        raise KeyError("mine")
-
     with caplog.at_level(logging.ERROR):
         transfer = swapper.swap_out("x", torch.ones(10))
-        transfer.on_done(refuse)
+        transfer.on_done(Mock(side_effect=KeyError("mine")))
         swapper.synchronize()
         assert swapper.swap_in("x").wait(PATIENCE).sum() == 10
         swapper.close()  # which ends the thread that calls and logs

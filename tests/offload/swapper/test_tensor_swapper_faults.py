@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,12 +104,8 @@ def test_a_failed_prefetch_is_repeated_by_swap_in(swapper, caplog):
 def test_a_prefetch_without_memory_takes_nothing_from_the_budget(swapper, monkeypatch):
     tensor = random_bits((1000,))
     swapper.swap_out("x", tensor).wait(PATIENCE)
-
-    def refuse(*_, **__):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refuse)
+        patch.setattr(torch, "empty", Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory")))
         with pytest.raises(RuntimeError, match="can't allocate"):
             swapper.prefetch("x")
     assert swapper.stats().prefetched_bytes == 0
@@ -166,15 +163,8 @@ def test_pieces_overlap_copies_and_fit_into_buffers():
 
 MEMORY = """
 import sys, torch
-from pathlib import Path
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
-
-def peak():
-    status = Path("/proc/self/status").read_text().split()
-    return int(status[status.index("VmHWM:") + 1]) * 1024
-
-def forget_peak():
-    Path("/proc/self/clear_refs").write_text("5")
+from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes
 
 MiB = 1 << 20
 budget = 32 * MiB
@@ -186,11 +176,11 @@ with TensorSwapper({"zero_optimization": {"offload_optimizer": offload}}) as swa
     tensor = torch.arange(4 * budget // 8).view(1024, -1).t()
     out = torch.zeros_like(tensor)
     assert tensor.nbytes == 4 * budget and not tensor.is_contiguous()
-    forget_peak()
-    before = peak()
+    reset_peak_resident_bytes()
+    before = peak_resident_bytes()
     swapper.swap_out("x", tensor)
     swapper.swap_in("x", out=out).wait()
-    grown = peak() - before
+    grown = peak_resident_bytes() - before
     assert torch.equal(out, tensor)
     print(grown)
 """

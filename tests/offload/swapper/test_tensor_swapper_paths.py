@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from tests.support.sandbox import needs_mounts
 from tests.support.swapper_tools import (
     PATIENCE,
     PRELUDE,
     MiB,
-    needs_mounts,
     random_bits,
     run_with_swapper,
     same_bits,
@@ -62,7 +62,7 @@ assert list(path.iterdir()) == []
     run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
 
 
-def test_a_forked_child_is_told_so_and_disturbs_nothing(tmp_path):
+def test_a_forked_child_is_told_so_and_disturbs_nothing_and_a_program_that_forgets_to_close_cleans_up(tmp_path):
     code = """
 swapper = open_swapper()
 swapper.swap_out("x", torch.arange(500_000))
@@ -81,10 +81,10 @@ status = os.waitstatus_to_exitcode(os.wait()[1])
 assert status == 0, status
 assert torch.equal(swapper.swap_in("x").wait(PATIENCE), torch.arange(500_000))
 assert len(list(path.iterdir())) == 1
-swapper.close()
-assert list(path.iterdir()) == []
+transfer = swapper.swap_out("z", torch.ones(1 << 20))  # is under way at the end
 """
     run_child(PRELUDE + code, tmp_path, fresh=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_makes_its_own_in_place_of_the_inherited_one(tmp_path):
@@ -106,15 +106,6 @@ assert len(list(path.iterdir())) == 1
 swapper.close()
 """
     run_with_swapper("import gc\n" + code, tmp_path)
-
-
-def test_a_program_that_forgets_to_close_ends_and_cleans_up(tmp_path):
-    code = """
-swapper = open_swapper()
-transfer = swapper.swap_out("x", torch.ones(1 << 20))
-"""
-    run_child(PRELUDE + code, tmp_path, fresh=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 @needs_mounts

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from nvme_offload import WeightsError, write_sharded
 from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from nvme_offload.offload.weights.staging import STAGING, HiddenFolder
 from tests.support.power_loss import Recording
-from tests.support.sandbox import can_mount, run_python
+from tests.support.sandbox import needs_mounts, run_python
+from tests.support.training import assert_same_bits
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -32,13 +32,6 @@ def tensors_of_every_dtype():
     }
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert found[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8)), name
-
-
 def read_all(path):
     with SafetensorsReader(path) as reader:
         return {name: reader.read(name).view(stored.shape) for name, stored in reader.tensors.items()}
@@ -47,13 +40,13 @@ def read_all(path):
 def test_it_reads_what_safetensors_writes_and_the_other_way_round(tmp_path):
     tensors = tensors_of_every_dtype()
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    assert_equal(read_all(tmp_path / "theirs.safetensors"), tensors)
-    assert_equal(read_all(tmp_path), tensors)
+    assert_same_bits(read_all(tmp_path / "theirs.safetensors"), tensors)
+    assert_same_bits(read_all(tmp_path), tensors)
     (file,) = write_sharded(tmp_path / "ours", tensors.items(), dtype=None)
     assert file.name == SINGLE_FILE
-    assert_equal(load_file(file), tensors)
+    assert_same_bits(load_file(file), tensors)
     halves = load_file(write_sharded(tmp_path / "ours", tensors.items())[0])
-    assert_equal(halves, {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in tensors.items()})
+    assert_same_bits(halves, {n: v.to(torch.bfloat16) if v.is_floating_point() else v for n, v in tensors.items()})
 
 
 def test_any_range_of_a_tensor_is_read_alone(tmp_path):
@@ -78,7 +71,7 @@ def test_shards_have_the_hugging_face_layout(tmp_path):
         name: load_file(tmp_path / place)[name] for name, place in index["weight_map"].items()
     }.keys() == tensors.keys()
     for path in (tmp_path, tmp_path / INDEX_FILE):
-        assert_equal(read_all(path), tensors)
+        assert_same_bits(read_all(path), tensors)
     large = write_sharded(tmp_path / "large", [("a", torch.zeros(9)), ("b", torch.zeros(1))], max_shard_bytes=4)
     assert [list(load_file(file)) for file in large] == [["a"], ["b"]]
 
@@ -91,7 +84,7 @@ def test_an_export_replaces_the_one_before_it(tmp_path):
         expected = {file.name for file in files} | {"config.json", "other.safetensors"}
         assert len(files) == num_files
         assert {entry.name for entry in tmp_path.iterdir()} == expected | ({INDEX_FILE} if num_files > 1 else set())
-        assert_equal(read_all(tmp_path), tensors)
+        assert_same_bits(read_all(tmp_path), tensors)
 
 
 def file_of(header, data=b""):
@@ -159,30 +152,6 @@ def test_what_is_not_there_is_named(tmp_path):
     save_file({"layer.0": torch.zeros(1)}, tmp_path / "second.safetensors")
     with pytest.raises(WeightsError, match=r"layer\.0 is in first\.safetensors and second\.safetensors"):
         SafetensorsReader(tmp_path)
-
-
-def test_an_export_over_another_that_ends_between_two_renames_is_not_taken_for_whole(tmp_path, monkeypatch):
-    names = [f"layer.{number}" for number in range(4)]
-    write_sharded(tmp_path, [(name, torch.zeros(10)) for name in names], max_shard_bytes=20)
-    replace = Path.replace
-    for refused in ("model-00003-of-00004.safetensors", INDEX_FILE):
-
-        def replace_until(source, target, refused=refused):
-            if target.name == refused:
-                raise OSError(errno.EIO, "Input/output error")
-            return replace(source, target)
-
-        monkeypatch.setattr(Path, "replace", replace_until)
-        with pytest.raises(OSError, match="the weights were not written: Input/output error"):
-            write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-            f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
-        ]
-        with pytest.raises(WeightsError, match="an export was interrupted"):
-            SafetensorsReader(tmp_path)
-    monkeypatch.undo()
-    write_sharded(tmp_path, [(name, torch.ones(10)) for name in names], max_shard_bytes=20)
-    assert_equal(read_all(tmp_path), {name: torch.ones(10, dtype=torch.bfloat16) for name in names})
 
 
 def write_values(folder, value, num_files):
@@ -358,7 +327,7 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path):
     snapshot.mkdir(parents=True)
     (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/0123")
     (snapshot / INDEX_FILE).symlink_to("../../blobs/4567")
-    assert_equal(read_all(snapshot), {"a": torch.ones(1)})
+    assert_same_bits(read_all(snapshot), {"a": torch.ones(1)})
 
 
 def test_names_that_no_file_can_have_are_an_error_in_words(tmp_path):
@@ -416,7 +385,7 @@ with patch("shutil.disk_usage", return_value=type("Usage", (), {"free": 1 << 40}
 """
 
 
-@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+@needs_mounts
 def test_a_full_disk_leaves_nothing_behind_and_the_earlier_export(tmp_path):
     done = run_python(FULL, tmp_path, mounts={tmp_path: "tmpfs"})
     assert done.returncode == 0, done.stderr

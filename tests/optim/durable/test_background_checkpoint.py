@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,9 +67,6 @@ def test_the_files_are_those_of_a_save_that_training_waits_for(drive, folder, mo
 
 
 def test_one_that_fails_is_told_and_leaves_the_checkpoint_before_and_the_run(drive, folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "no space is left")
-
     with durable("bf16", drive, "run") as engine:
         steps_of(engine, 0, range(1))
         engine.save_checkpoint(folder, "old")
@@ -78,7 +76,7 @@ def test_one_that_fails_is_told_and_leaves_the_checkpoint_before_and_the_run(dri
             engine.wait_for_checkpoint()
 
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "_compact", full)
+            patch.setattr(storage, "_compact", Mock(side_effect=OSError(28, "no space is left")))
             with pytest.warns(RuntimeWarning, match="training goes on"), pytest.raises(CheckpointWriteError):
                 save()
         assert sorted(os.listdir(folder)) == ["latest", "old"]
@@ -90,9 +88,7 @@ def test_one_that_fails_is_told_and_leaves_the_checkpoint_before_and_the_run(dri
 
 
 def test_space_for_it_is_reserved_beforehand_or_it_is_refused(drive, folder, monkeypatch):
-    def full(extents, name, table):
-        raise OutOfSpaceError(path=drive, needed_bytes=10, free_bytes=0)
-
+    full = Mock(side_effect=OutOfSpaceError(path=drive, needed_bytes=10, free_bytes=0))
     with durable("bf16", drive, "run") as engine:
         steps_of(engine, 0, range(1))
         monkeypatch.setattr(type(engine.optimizer.durable.commits.run.extents), "pin", full)

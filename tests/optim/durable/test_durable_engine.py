@@ -3,6 +3,7 @@
 import errno
 import warnings
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,13 +63,9 @@ def test_a_loaded_checkpoint_is_committed_and_a_step_back_is_taken_with_all_of_i
 @contextmanager
 def failing(engine):
     """The drive keeps nothing."""
-
-    def fail(*_):
-        raise OSError(errno.EIO, "it is broken")
-
     run = engine.optimizer.durable.commits.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "commit", fail)
+        patch.setattr(run, "commit", Mock(side_effect=OSError(errno.EIO, "it is broken")))
         yield
 
 

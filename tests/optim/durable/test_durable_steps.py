@@ -6,15 +6,15 @@ import os
 import signal
 import threading
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
-from nvme_offload.perf import cli
+from tests.support.durable_run import offload_runs
 from tests.support.failing_drive import Failing, Op, flip_bit
 from tests.support.killed_steps import durable_section, fork
 from tests.support.training import assert_same_bits, bits, params_in, params_of, run_child, section, set_grads, snapshot
@@ -157,8 +157,8 @@ def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive)
     with fresh(drive) as optimizer:
         train(optimizer, [0])
     numel = sum(param.numel() for param in params_in(optimizer))
-    done = CliRunner().invoke(cli.app, ["runs", str(drive)], env={"COLUMNS": "160"})
-    assert f"{numel:,} parameters in bfloat16 and float16 and float32, OffloadAdamW" in done.output
+    listed = " ".join(offload_runs(drive)[1].split())
+    assert f"{numel:,} parameters in bfloat16 and float16 and float32, OffloadAdamW" in listed
     with (
         fresh(drive, shapes=[*SHAPES[:-1], (6,)]) as optimizer,
         pytest.raises(ResumeError, match=r"is of another run.*shape\[0\]: 5 was committed, 6 is here"),
@@ -311,10 +311,7 @@ def test_a_snapshot_is_gone_back_to_from_later_steps_and_from_another_process(dr
 @pytest.mark.parametrize("period", [1, 3])
 def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monkeypatch, period):
     """Its sync fails; of a manifest that is not written see test_full_disk.py."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space is left")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "no space is left"))
     with fresh(drive, rewrite_every=period) as optimizer:
         train(optimizer, range(2))
         optimizer.durable.commits.settle()

@@ -7,51 +7,42 @@ import shutil
 import signal
 import socket
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from nvme_offload import OffloadAdamW, ResumeError
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import storage
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.perf.cli import app
 from tests.support import resuming
 from tests.support.durable_engine import TIERS, durable, settle, whole
+from tests.support.durable_run import offload_runs
 from tests.support.failing_drive import flip_bit
 from tests.support.killed_steps import durable_section, gradients_of
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
-from tests.support.training import params_of
+from tests.support.training import assert_same_bits, params_of
 
 FROZEN = {"blocks.1.0.weight", "blocks.1.0.bias"}
 DTYPES = ("fp32", "bf16", "own")
 
 
-def offload(*arguments):
-    done = CliRunner().invoke(app, ["runs", *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+def exported(*arguments, status=(0,)):
+    code, output = offload_runs("export", *arguments)
+    assert code in status, output
+    return " ".join(output.replace("│", " ").split())
 
 
-def exported(*arguments):
-    code, output = offload("export", *arguments)
-    assert code == 0, output
-    return output
-
-
-def refused(*arguments):
-    """What is said where nothing is written."""
-    code, output = offload("export", *arguments)
-    assert code in (1, 2), output
-    return output
+refused = partial(exported, status=(1, 2))
+"""What is said where nothing is written."""
 
 
 def weights_in(folder):
@@ -60,16 +51,6 @@ def weights_in(folder):
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
-
-
-def bits(tensor):
-    return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
-
-
-def assert_same_bits(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    wrong = [name for name, value in ours.items() if bits(value) != bits(theirs[name])]
-    assert not wrong
 
 
 # Runs that are killed.
@@ -213,13 +194,9 @@ def test_what_is_no_checkpoint_is_refused_and_leaves_nothing(small, drive, tmp_p
     assert "does not keep blocks.1.0.weight, blocks.1.0.bias: parameters that were" in refused("frozen", out, drive)
     with engine_without_frozen_parameters("bf16", drive, "run") as engine:
         steps_of(engine, 0, range(1))
-
-    def full(*_):
-        raise OSError(28, "no space is left")
-
     torch.distributed.destroy_process_group()
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_compact", full)
+        patch.setattr(storage, "_compact", Mock(side_effect=OSError(28, "no space is left")))
         assert "failed: ENOSPC" in refused("run", out, drive, "--what", "checkpoint")
     assert not out.exists()
     damage(drive / "nvme-durable-run-rank0", "slots")
@@ -357,8 +334,8 @@ def test_directories_of_an_earlier_version_say_what_to_do(small, tmp_path):
     (small.rank / "run.json").write_text(json.dumps(about | {"format": 1}))
     said = "is of format 1, and this version reads 2 and 3: go on with the version that made it and save a checkpoint"
     assert said in refused("small", tmp_path / "out", small.drive)
-    assert said in offload(small.drive)[1]
-    assert offload("remove", "small", small.drive)[0] == 0
+    assert said in " ".join(offload_runs(small.drive)[1].split())
+    assert offload_runs("remove", "small", small.drive)[0] == 0
 
 
 def test_a_target_without_room_is_said_and_leaves_nothing(small, tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 
 import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 
 from nvme_offload import OutOfSpaceError, ResumeError
 from tests.support.full_disk import fresh, settled, train, warned
-from tests.support.sandbox import can_mount, run_python
+from tests.support.sandbox import needs_mounts, run_python
 from tests.support.training import assert_same_bits, snapshot
 
 CODE = """
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+@needs_mounts
 @pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_a_full_disk_while_committing_loses_no_committed_step(tmp_path, ranks, period):
@@ -29,7 +30,7 @@ def test_a_full_disk_while_committing_loses_no_committed_step(tmp_path, ranks, p
     assert "commits succeed again" in child.stderr
 
 
-@pytest.mark.skipif(not can_mount(), reason="unshare(2) is refused: no mount namespace of one's own")
+@needs_mounts
 @pytest.mark.slow
 def test_a_step_that_finds_no_room_while_commits_fail_says_both_and_is_finished(tmp_path):
     child = run_python(CODE, "nothing_left", tmp_path, 3, mounts={tmp_path: "tmpfs"})
@@ -75,9 +76,7 @@ def test_a_manifest_that_the_drive_does_not_take_is_said_once_until_it_does(driv
 
 
 def test_where_there_is_no_room_to_go_on_nothing_is_taken_for_damaged(drive, monkeypatch):
-    def full(*_):
-        raise OutOfSpaceError(path=drive, needed_bytes=1, free_bytes=0)
-
+    full = Mock(side_effect=OutOfSpaceError(path=drive, needed_bytes=1, free_bytes=0))
     with fresh(drive, "run", 3) as optimizer:
         train(optimizer, range(3))
         after = snapshot(optimizer)
@@ -92,9 +91,7 @@ def test_where_there_is_no_room_to_go_on_nothing_is_taken_for_damaged(drive, mon
 
 
 def test_a_run_that_ends_while_commits_fail_says_which_step_is_there(drive, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space is left")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "no space is left"))
     with warned() as texts, fresh(drive, "run", 1) as optimizer:
         train(optimizer, range(2))
         settled(optimizer)

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -85,10 +86,6 @@ def test_a_folder_restored_from_before_the_run_went_back_is_refused_and_never_mi
     run_ranks(with_a_folder_from_before, 2, drive)
 
 
-def full(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def with_half_a_snapshot(rank, world_size, path):
     folder = path / f"nvme-durable-run-rank{rank}"
 
@@ -120,6 +117,7 @@ def with_half_a_snapshot(rank, world_size, path):
         refused(lambda: engine.remove_snapshot("lost"), KeyError, "no snapshot 'lost'; there are: withdrawn")
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
+                full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
                 patch.setattr("nvme_offload.offload.durable.snapshots.replace_in", full)
             refused(lambda: engine.snapshot("lost"), OSError, "No space left")
         assert engine.snapshot("lost") == 4

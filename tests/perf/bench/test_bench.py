@@ -225,12 +225,3 @@ def test_python_calls_do_not_grow_with_the_blocks(tmp_path):
     many, many_requests = python_calls(tmp_path, 16 * MiB)
     assert many_requests == 16 * few_requests
     assert many == few
-
-
-@pytest.mark.usefixtures("needs_io_uring")
-def test_overhead_per_block(tmp_path):
-    """The acceptance is 3 us per MiB block on a quiet machine; ten times that would be another algorithm."""
-    null = settings(tmp_path, size=256 * MiB, bs=MiB, iodepth=32, ioengine="null")
-    with RawTarget(null) as target:
-        samples = [target.run("mixed", null.size) for _ in range(20)]
-    assert report.summary(samples, null)["cpu_us_per_mib"] < 30

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from nvme_offload.perf.doctor import drive, engines, memory, paths
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, print_report, saw
 from nvme_offload.perf.measure import drives
-from tests.support.sandbox import IO_URING_CALLS, can_filter, can_mount, run_python
+from tests.support.sandbox import IO_URING_CALLS, can_filter, needs_mounts, run_python
 
 app = typer.Typer(add_completion=False)
 app.command()(doctor)
@@ -213,10 +214,8 @@ class TestFolders:
         assert os.listdir(tmp_path) == []
 
     def test_a_drive_that_fails_meanwhile_is_a_finding(self, tmp_path, monkeypatch):
-        def fail(fd):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-        monkeypatch.setattr(paths, "check_space", fail)
+        stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        monkeypatch.setattr(paths, "check_space", Mock(side_effect=stale))
         findings, _ = paths.check_path(tmp_path, config_of(), None)
         assert "Stale file handle" in findings[-1].found
 
@@ -304,7 +303,7 @@ class TestFileSystems:
         assert paths.check_alignment((512, 512), config_of()).level is Level.OK
         assert "not reported" in paths.check_alignment(None, config_of()).found
 
-    @pytest.mark.skipif(not can_mount(), reason="no mount namespaces here")
+    @needs_mounts
     def test_memory_file_systems_for_real(self, tmp_path):
         tmpfs, ramfs = tmp_path / "tmpfs", tmp_path / "ramfs"
         tmpfs.mkdir()

@@ -187,7 +187,8 @@ def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
 
 def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "work", operator.add)  # which cannot add what a child is told to what it says
-    code, output = output_of("--size", "tiny", "--steps", "2", "--out", str(tmp_path))
+    with forked_children():
+        code, output = output_of("--size", "tiny", "--steps", "2", "--out", str(tmp_path))
     assert code == 1
     assert "TypeError: " in output
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]

@@ -8,6 +8,7 @@ import typer
 from nvme_offload.perf.measure.comparison import Comparison, Quad
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from tests.perf.experiments.running import results
+from tests.support.forked import forked_children
 
 
 @pytest.mark.slow  # a process for each
@@ -28,8 +29,9 @@ def test_with_boundaries_on_the_drive_memory_does_not_grow_with_depth(tmp_path):
 
 def test_iterations_by_turns(tmp_path, monkeypatch):
     monkeypatch.setattr("nvme_offload.perf.experiments.activations.COPIED_BYTES", 4 << 20)
-    size = ("--width", 64, "--context", 256, "--layers", 2)
-    found = results("activations", "iterations", "--path", tmp_path, *size, "--quads", 1)
+    size = ("--width", 64, "--context", 64, "--layers", 2)
+    with forked_children():
+        found = results("activations", "iterations", "--path", tmp_path, *size, "--quads", 1)
     assert list(found) == ["boundaries", "attention", "all"]
     assert all(each["quotient"] > 0 for each in found.values())
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
 from tests.perf.documents import write_bench
 
-TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 2, 2
+TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 1, 1
 MACHINE = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=100 * GiB, flops=1e11)
 
 

@@ -7,12 +7,10 @@ import shutil
 import time
 
 import pytest
-from typer.testing import CliRunner
 
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
-from nvme_offload.perf.cli import app
-from tests.support.durable_run import IDENTITY, SmallRun
+from tests.support.durable_run import IDENTITY, SmallRun, offload_runs
 
 
 @pytest.fixture
@@ -34,13 +32,8 @@ def small(paths):
     run.close()
 
 
-def offload(*arguments):
-    done = CliRunner().invoke(app, ["runs", *map(str, arguments)])
-    return done.exit_code, done.output
-
-
 def lines(*arguments):
-    code, output = offload(*arguments)
+    code, output = offload_runs(*arguments)
     assert code == 0, output
     return [re.split(r"  +", line.strip()) for line in output.splitlines()]
 
@@ -72,7 +65,7 @@ def test_one_that_is_not(small, paths):
 
 
 def test_as_json(small, paths):
-    code, output = offload(*paths, "--json")
+    code, output = offload_runs(*paths, "--json")
     (run,) = json.loads(output)
     assert (code, run["name"], run["step"], run["alive"]) == (0, "small", 7, True)
     (rank,) = run["ranks"]
@@ -87,7 +80,7 @@ def test_nothing_is_changed(small, paths):
 
     small.close()
     before = everything()
-    assert offload(*paths)[0] == 0
+    assert offload_runs(*paths)[0] == 0
     assert everything() == before
 
 
@@ -104,14 +97,14 @@ def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
     assert (run[2], run[5]) == ("0", "0..3 of 5")
     assert said == ["no directory of ranks 2, 4 (host there) is here"]
     listings = [in_memory / "on a.json", in_memory / "on b.json"]
-    listings[0].write_text(offload("--json", in_memory)[1])
+    listings[0].write_text(offload_runs("--json", in_memory)[1])
     shutil.move(in_memory / "nvme-durable-small-rank3", in_memory / "nvme-durable-small-rank4")
-    listings[1].write_text(offload("--json", in_memory)[1])
+    listings[1].write_text(offload_runs("--json", in_memory)[1])
     for listed in (listings, [in_memory, listings[0]]):
         _, run, said = lines(*listed)
         assert (run[2], run[5], said) == ("0", "0..4 of 5", ["no directory of ranks 2 is here"])
     listings[0].write_text("[{}]")
-    code, output = offload(*listings)
+    code, output = offload_runs(*listings)
     assert (code, "are not all" in output) == (2, True), output
 
 
@@ -133,20 +126,20 @@ def test_damage_is_said(small, paths):
 
 
 def test_removing(small, paths):
-    code, output = offload("remove", "small", *paths)
+    code, output = offload_runs("remove", "small", *paths)
     assert code == 1
     assert f"process {os.getpid()} on " in output
     assert small.read() == small.truth["1"]
     small.close()
     (small.run.folder / "record.json").write_text("what offload top shows")
-    code, output = offload("remove", "small", paths[1])
+    code, output = offload_runs("remove", "small", paths[1])
     assert code == 2
     assert "has 2 paths, and 1 of them" in " ".join(output.replace("│", " ").split())
     assert find_runs(paths)[0].step == 7
-    code, output = offload("remove", "small", *paths)
+    code, output = offload_runs("remove", "small", *paths)
     assert (code, output.startswith("removed small: ")) == (0, True)
     assert [list(path.iterdir()) for path in paths] == [[], []]
-    assert offload(*paths) == (0, "no durable runs\n")
+    assert offload_runs(*paths) == (0, "no durable runs\n")
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -165,12 +158,12 @@ def test_who_looks_while_another_removes_it_finds_what_is_left(small, paths, mon
 
 def test_removing_a_snapshot(small, paths):
     small.commit("2", 8)
-    assert offload("remove", "small", *paths, "--snapshot", "kept")[0] == 1  # it is alive
+    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 1  # it is alive
     truth = small.truth
     small.close()
-    code, output = offload("remove", "small", *paths, "--snapshot", "others")
+    code, output = offload_runs("remove", "small", *paths, "--snapshot", "others")
     assert (code, "there are: kept" in " ".join(output.replace("│", " ").split())) == (2, True)
-    assert offload("remove", "small", *paths, "--snapshot", "kept")[0] == 0
+    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 0
     (run,) = find_runs(paths)
     assert (run.step, run.ranks[0].snapshots) == (8, ())
     again = SmallRun(paths)
@@ -183,19 +176,19 @@ def test_removing_a_snapshot(small, paths):
 def test_what_others_put_there_stays_and_nothing_can_be_resumed(small, paths):
     small.close()
     (small.run.folder / "notes.txt").write_text("mine")
-    code, output = offload("remove", "small", *paths)
+    code, output = offload_runs("remove", "small", *paths)
     assert (code, "not empty" in output.lower()) == (1, True)
     assert [path.name for path in small.run.folder.iterdir()] == ["notes.txt"]
 
 
 def test_one_path_of_a_run_whose_other_is_lost(small, paths):
     small.close()
-    assert offload("remove", "small", paths[1], "--partly")[0] == 0
+    assert offload_runs("remove", "small", paths[1], "--partly")[0] == 0
     assert list(paths[1].iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["remove", "none", "{a}"], ["{a}/missing"]])
 def test_words_that_lead_nowhere(paths, arguments):
-    code, output = offload(*(argument.format(a=paths[0]) for argument in arguments))
+    code, output = offload_runs(*(argument.format(a=paths[0]) for argument in arguments))
     assert code == 2, output
     assert "Errno" not in output

@@ -24,7 +24,7 @@ def main() -> int:
         "--find",
         action="append",
         default=[],
-        help=f"a mutation; which of the first {_MOST_SEEDS_TO_FIND} seeds finds it",
+        help=f"MUTATION:SUBJECT; which of the first {_MOST_SEEDS_TO_FIND} seeds finds it, of those of this subject",
     )
     parser.add_argument("--until-first", action="store_true", help="stop at the first violation")
     parser.add_argument("--alone", type=int, default=0, help="run so many of the last seeds again, each alone")
@@ -43,8 +43,9 @@ def main() -> int:
         found = {str(seed): wrong for seed, wrong in report.violations.items()}
         other = differing(report, range(end - arguments.alone, end))
         said = {"num_seeds": report.num_seeds, "seconds": report.seconds, "violations": found, "differing": other}
-        for name in arguments.find:
-            broken = run_seeds(range(_MOST_SEEDS_TO_FIND), until_first=True, mutation=name)
+        for name, subject in (each.split(":") for each in arguments.find):
+            seeds = [seed for seed in range(_MOST_SEEDS_TO_FIND) if draw_case(seed, SUBJECTS).subject == subject]
+            broken = run_seeds(seeds, until_first=True, mutation=name)
             said[name] = min(broken.violations, default=None)
         _say(json.dumps(said))
         return 0
