@@ -1,5 +1,7 @@
 """Parameter groups that come during training, and lists of parameters that cannot be optimized."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from tests.support.training import (
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("numel", [10, 2_000_003], ids=["small", "much larger"])
+@pytest.mark.parametrize("numel", [10, 200_003], ids=["small", "much larger"])
 def test_a_group_added_in_mid_training(make_adamw, device, numel):
     params = params_of([(70_000,), (5,)], torch.bfloat16)
     twin = Twin([*params, param((numel,), seed=9)])
@@ -163,10 +165,7 @@ def test_a_group_that_finds_no_space_leaves_nothing_behind(make_adamw, monkeypat
     optimizer = make_adamw(params)
     take_steps(optimizer, params, 0)
     before = snapshot(optimizer)
-
-    def full(sizes):
-        raise OutOfSpaceError(path="swap", needed_bytes=sum(sizes), free_bytes=0)
-
+    full = Mock(side_effect=OutOfSpaceError(path="swap", needed_bytes=1, free_bytes=0))
     late = param((70_000,))
     with monkeypatch.context() as patch:
         patch.setattr(optimizer.store.tier.space, "allocate_all", full)

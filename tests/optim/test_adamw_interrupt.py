@@ -5,6 +5,7 @@ import errno
 import itertools
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nvme_offload import StateError, SwapIOError
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.interrupts import sigint_at_update
+from tests.support.pairs import each_value_once
 from tests.support.training import (
     BLOCK,
     assert_same_bits,
@@ -45,9 +47,7 @@ def interrupt_after():
         yield lambda number, signals=1: on_exit.enter_context(sigint_at_update(number, signals))
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("steps", [0, 1, 2], ids=lambda steps: f"{steps} steps before")
-@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize(("device", "steps", "number"), each_value_once(["nvme", "cpu"], [0, 1, 2], [1, 4, 9]))
 def test_the_step_stops_between_subgroups_and_can_be_finished(make_adamw, interrupt_after, device, steps, number):
     _, uninterrupted = started(make_adamw, "cpu", steps=steps)
     uninterrupted.step()
@@ -165,12 +165,8 @@ def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buf
     take_steps(optimizer, params, 0, without=range(2, 8))
     checkpoint = optimizer.state_dict()
     set_grads(params, 1)
-
-    def broken(*arguments):
-        raise ArithmeticError("a bug")
-
     with monkeypatch.context() as patch:
-        patch.setattr(nvme_offload.optim.state.store, "give_birth", broken)
+        patch.setattr(nvme_offload.optim.state.store, "give_birth", Mock(side_effect=ArithmeticError("a bug")))
         with pytest.raises(ArithmeticError):
             optimizer.step()
     assert [slot.residency.value for slot in optimizer.store.pipeline.residents] == ["unborn"] * 4

@@ -25,10 +25,9 @@ def test_parameters_without_a_gradient_cost_nothing(make_adamw):
 
 PEAK_MEMORY = """
 import json, sys
-from pathlib import Path
 import torch
 from nvme_offload import OffloadAdamW
-from nvme_offload.perf.measure.machine import peak_resident_bytes
+from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes
 from tests.support.training import section
 
 numel, path = int(sys.argv[1]), sys.argv[2]
@@ -36,12 +35,12 @@ params = [torch.nn.Parameter(torch.full((numel // 4,), 0.01, dtype=torch.bfloat1
 with OffloadAdamW([torch.nn.Parameter(torch.ones(70_000))], offload=section(path)) as warm_up:
     warm_up.param_groups[0]["params"][0].grad = torch.ones(70_000)
     warm_up.step()
-Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+reset_peak_resident_bytes()
 before = peak_resident_bytes()
 optimizer = OffloadAdamW(params, offload=section(path, clip=1.0, sub_group_size=1_000_000))
 for p in params:
     p.grad = torch.full_like(p, 0.02)
-for _ in range(3):
+for _ in range(2):
     optimizer.step()
 optimizer.synchronize()
 stats = optimizer.stats()
@@ -53,7 +52,7 @@ print(json.dumps({"growth": growth, "staging": stats.staging_bytes, "state": sta
 @pytest.mark.parametrize("numel", [16 * MILLION, pytest.param(64 * MILLION, marks=pytest.mark.slow)])
 def test_peak_memory_follows_the_formula(drive, numel):
     """Gradient partition, staging buffers and a fixed slack; the state itself, 5 times as large, is not in memory."""
-    measured = json.loads(run_child(PEAK_MEMORY, numel, drive, fresh=True))
+    measured = json.loads(run_child(PEAK_MEMORY, numel, drive))
     assert measured["state"] >= 10 * numel
     assert measured["staging"] <= 4 * 11 * MILLION
     assert measured["growth"] <= 2 * numel + measured["staging"] + (64 << 20)
@@ -69,7 +68,7 @@ def test_peak_memory_follows_the_formula(drive, numel):
         for name in (None, *available_engines())
     ],
 )
-def test_200_steps_leak_nothing(make_adamw, engine):
+def test_100_steps_leak_nothing(make_adamw, engine):
     params = params_of([(3 * BLOCK,), (5,), (70_001,)], torch.bfloat16, torch.float32, torch.float16)
     where = {"device": "cpu"} if engine is None else {"engine": engine}
     optimizer = make_adamw(params, clip=1.0, buffers=2, **where)
@@ -86,9 +85,9 @@ def test_200_steps_leak_nothing(make_adamw, engine):
                 optimizer.state_dict()
         optimizer.synchronize()
 
-    steps(0, 40)
+    steps(0, 20)
     before, resident = Resources.steady(), resident_bytes()
-    steps(40, 200)
+    steps(20, 100)
     assert not Resources.settled(before).beyond(before)
     assert resident_bytes() - resident < 8 << 20
     assert len(optimizer.timeline()) < 100

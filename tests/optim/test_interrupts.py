@@ -78,7 +78,7 @@ READERS = {
 
 
 @STRIKES
-@strided(211)
+@strided(431)
 @pytest.mark.parametrize("name", READERS)
 def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -89,7 +89,7 @@ def test_what_only_reads_changes_nothing(make_adamw, name, strike, stride):
 
 
 @STRIKES
-@strided(211)
+@strided(431)
 def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
     """And the note of whatever came out of it is true; see docs/hazards.md."""
     pair = Pair(make_adamw)
@@ -99,7 +99,7 @@ def test_a_step_is_finished_repeated_or_refused(make_adamw, strike, stride):
 
 
 @STRIKES
-@strided(499)
+@strided(1009)
 def test_so_is_the_first_step_which_gives_the_state_its_place(make_adamw, strike, stride):
     for interrupt in every(stride, strike):
         pair = Pair(make_adamw, steps=0)
@@ -156,7 +156,7 @@ def test_the_handler_that_a_cut_off_step_left_is_found_by_the_next_one(make_adam
 
 
 @STRIKES
-@strided(211)
+@strided(431)
 def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride):
     pair = Pair(make_adamw)
     for interrupt in every(stride, strike):
@@ -187,7 +187,7 @@ WRITERS = {
 
 
 @STRIKES
-@strided(397)
+@strided(797)
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, strike, stride):
     pair = Pair(make_adamw)
@@ -204,7 +204,7 @@ def test_what_writes_is_done_undone_or_refused_until_a_load(make_adamw, name, st
 
 
 @STRIKES
-@strided(307)
+@strided(613)
 def test_a_group_is_added_or_not(make_adamw, strike, stride):
     for interrupt in every(stride, strike):
         pair = Pair(make_adamw)
@@ -221,7 +221,7 @@ def test_a_group_is_added_or_not(make_adamw, strike, stride):
 
 
 @STRIKES
-@strided(211)
+@strided(431)
 def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, stride):
     """No thread, no descriptor and no directory; and nobody is locked out."""
     params = params_of([(64,), (9,)], torch.bfloat16, torch.float32)

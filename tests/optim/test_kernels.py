@@ -27,35 +27,30 @@ from tests.support.twins import join_reference, split_reference
 
 NUMELS = (0, 1, 7, 64, 65536, 65537, 200003)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHORT = (0, 1, 7, 64, 65537)  # with each dtype in every run
-LONG = ((65536, torch.bfloat16), (200003, torch.float16))
+SIZES = [*itertools.product(NUMELS, GRAD_DTYPES)]
+QUICK = [*itertools.product((0, 1, 7, 64, 65537), GRAD_DTYPES), (65536, torch.bfloat16), (200003, torch.float16)]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    ("numel", "grad_dtype"),
-    [
-        pytest.param(*each, marks=() if each[0] in SHORT or each in LONG else pytest.mark.slow)
-        for each in itertools.product(NUMELS, GRAD_DTYPES)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [QUICK, pytest.param(SIZES, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("form", MasterForm)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, grad_dtype, numel):
-    generator = torch.Generator().manual_seed(numel)
-    weights = (torch.randn(numel, generator=generator) * 0.02).numpy()
-    twin = Twin(weights, form, case)
-    states = [State.of(weights, form, case) for _ in POOLS]
-    for step in range(1, 4):
-        grad = (torch.randn(numel, generator=generator) * 0.01).to(grad_dtype)
-        scalars = scalars_at(step, case, maximize=step == 3)
-        twin.update(grad, scalars)
-        for pool, state in zip(POOLS, states, strict=True):
-            assert state.update(pool, grad, scalars) == 0
-            assert state.differs_from(twin) == [], f"step {step}, {pool.isa}, {pool.num_threads} threads"
+def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, sizes):
+    for numel, grad_dtype in sizes:
+        generator = torch.Generator().manual_seed(numel)
+        weights = (torch.randn(numel, generator=generator) * 0.02).numpy()
+        twin = Twin(weights, form, case)
+        states = [State.of(weights, form, case) for _ in POOLS]
+        for step in range(1, 4):
+            grad = (torch.randn(numel, generator=generator) * 0.01).to(grad_dtype)
+            scalars = scalars_at(step, case, maximize=step == 3)
+            twin.update(grad, scalars)
+            for pool, state in zip(POOLS, states, strict=True):
+                where = f"{numel} of {grad_dtype}, step {step}, {pool.isa}, {pool.num_threads} threads"
+                assert state.update(pool, grad, scalars) == 0, where
+                assert state.differs_from(twin) == [], where
 
 
 @pytest.mark.parametrize(("flush", "grad_dtype"), each_value_once([False, True], GRAD_DTYPES))

@@ -2,12 +2,12 @@
 
 import gc
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from nvme_offload import initialize
+from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.training import layered_model
 from tests.support.training import run_child
 
@@ -20,16 +20,6 @@ def measured(function, *arguments, threads=2):
     code += "; print(json.dumps(take(*sys.argv[1:])))"
     prefix = ("env", "MALLOC_MMAP_THRESHOLD_=65536", f"OMP_NUM_THREADS={threads}")
     return json.loads(run_child(code, *arguments, timeout=900, prefix=prefix).splitlines()[-1])
-
-
-def resident(field="VmRSS"):
-    gc.collect()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def forget_peak():
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def section(path, *, staging="64MiB", blocks=True, **more):
@@ -51,15 +41,15 @@ def blocks_of(num_layers, width, config, num_calls):
     """What is taken at first and at the peak, beside what torch takes once and for all; and what is counted."""
     with initialize(layered_model(2, 16), config) as engine:
         train(engine, 2, 16)
-    before = resident()
+    before = settled_resident_bytes()
     model = layered_model(num_layers, width)
     numel = sum(parameter.numel() for parameter in model.parameters())
     with initialize(model, config) as engine:
         del model
-        taken = resident() - before
-        forget_peak()
+        taken = settled_resident_bytes() - before
+        reset_peak_resident_bytes()
         train(engine, num_calls, width)
-        peak, staging = resident("VmHWM") - before, engine.optimizer.stats().staging_bytes
+        peak, staging = peak_resident_bytes() - before, engine.optimizer.stats().staging_bytes
         counted = engine.optimizer.tier_plan.bytes_on("host")
     layer = numel // num_layers
     return {"numel": numel, "layer": layer, "staging": staging, "taken": taken, "peak": peak, "counted": counted}
@@ -102,9 +92,9 @@ def peak_in_backward(path, overlap):
         for _ in range(5):
             loss = engine(torch.randn(8, 512)).float().square().mean()
             gc.collect()
-            forget_peak()
+            reset_peak_resident_bytes()
             engine.backward(loss)
-            peak = resident("VmHWM")
+            peak = peak_resident_bytes()
             del loss
             engine.step()
         engine.optimizer.synchronize()

@@ -86,7 +86,7 @@ def write_from_every_rank(rank, world_size, folder):
 def on_rank(rank, world_size, folder):
     (folder / "drive").mkdir(exist_ok=True)
     write_from_every_rank(rank, world_size, folder)
-    born_and_built(rank, folder, EVERY_MODE[:1])
+    born_and_built(rank, folder, [(BF16, (True,))])
     hybrid = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))  # each rank has all of it
     built = trained(rank, seeded(0), section(**BF16), mesh=hybrid)
     torch.manual_seed(rank)
@@ -297,13 +297,13 @@ def test_llama_from_its_own_initialisers_and_from_saved_folders(alone, tmp_path,
     expected = {mode: trained_llama(copy.deepcopy(wanted), mode) for mode in ("fp32", "bf16")}
     with torch.no_grad():
         assert torch.equal(expected["fp32"]["before"], wanted(TOKENS).logits)
-    for weights in (
-        None,
-        tmp_path / "single",
-        tmp_path / "sharded",
-        tmp_path / "sharded" / "model.safetensors.index.json",
+    for weights, modes in (
+        (None, expected),
+        (tmp_path / "single", ["fp32"]),
+        (tmp_path / "sharded", ["bf16"]),
+        (tmp_path / "sharded" / "model.safetensors.index.json", ["fp32"]),
     ):
-        for mode in expected:
+        for mode in modes:
             torch.manual_seed(5)
             found = trained_llama(on_meta(llama(tied)), mode, weights=weights)
             assert_same(found, expected[mode])
@@ -329,14 +329,11 @@ import torch
 from torch import nn
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from nvme_offload import initialize
+from nvme_offload.perf.measure.machine import peak_resident_bytes as peak
 
 folder, num_blocks, width = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 offload = {"device": "nvme", "nvme_path": str(folder / "drive"), "buffer_count": 2, "staging_budget": "16MiB"}
 config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}, "bf16": {"enabled": True}}
-
-def peak():
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return 1024 * int(line.split()[1])
 
 def made(width, weights=None):
     with torch.device("meta"):
@@ -362,7 +359,7 @@ print(json.dumps({"born": born, "exported": exported, "loaded": peak() - before,
 def test_peak_memory_is_the_upper_halves_one_block_and_staging_buffers(tmp_path):
     """Also of writing the weights and of loading them. All of the fp32 weights would be twice the upper halves."""
     (tmp_path / "drive").mkdir()
-    num_blocks, width = 12, 2500
+    num_blocks, width = 10, 2400
     numel, block = num_blocks * width * (width + 1), width * (width + 1)
     measured = json.loads(run_child(PEAK_MEMORY, tmp_path, num_blocks, width))
     slack = 64 << 20  # of the allocator; still far from holding all of the fp32 weights

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import pickle
 import platform
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ def save_and_resume(rank, world_size, root, drive):
     for number, mode in enumerate(MODES):
         tiers = (drive, None) if number % 2 else (None, drive)
         with contextlib.ExitStack() as on_exit:
-            first, same, other = (on_exit.enter_context(fresh_engine(mode, path)) for path in (tiers[0], *tiers))
+            first, other = (on_exit.enter_context(fresh_engine(mode, path)) for path in tiers)
+            resumed = [other]
+            if mode == "bf16":  # on the same tier too
+                resumed.append(on_exit.enter_context(fresh_engine(mode, tiers[0])))
             steps_of(first, rank, range(3))
             next_loss(first)  # an evaluation right before
             assert first.save_checkpoint(root / mode, client_state={"mode": mode, "rank": torch.tensor(rank)})
@@ -36,25 +40,21 @@ def save_and_resume(rank, world_size, root, drive):
             first.module.num_batches -= 2
             steps_of(other, rank, range(1))  # what was there before leaves no trace
             next_loss(other)
-            for engine in (same, other):
+            for engine in resumed:
                 path, client_state = engine.load_checkpoint(root / mode)
                 assert (path, client_state) == (str(root / mode / "global_step3"), {"mode": mode, "rank": 0})
                 assert_same(state_of(engine), saved[mode][0])
                 assert scalars_of(engine) == scalars_of(first)
                 assert next_loss(engine) == saved[mode][2], "a gathered copy is old"
                 engine.module.num_batches -= 2
-            losses = [steps_of(engine, rank, range(3, 5)) for engine in (first, same, other)]
-            assert losses[0] == losses[1] == losses[2]
-            for engine in (same, other):
+            losses = steps_of(first, rank, range(3, 4))
+            for engine in resumed:
+                assert steps_of(engine, rank, range(3, 4)) == losses
                 assert_same(state_of(engine), state_of(first))
                 assert scalars_of(engine) == scalars_of(first)
             assert not list(root.rglob("*.partial"))
     fail_on_one_rank(rank, root / "failed")
     return saved
-
-
-def fail_for_want_of_space(tensor):
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def fail_on_one_rank(rank, root):
@@ -65,7 +65,8 @@ def fail_on_one_rank(rank, root):
         assert not root.exists()
         engine.save_checkpoint(root, "good")
         if rank == 1:
-            patch.setattr("nvme_offload.optim.checkpoint.storage._compact", fail_for_want_of_space)
+            full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+            patch.setattr("nvme_offload.optim.checkpoint.storage._compact", full)
         with pytest.raises(CheckpointWriteError, match=r"next\.partial failed: ENOSPC") as caught:
             engine.save_checkpoint(root, "next")
         assert caught.value.__notes__ == [f"on rank 1, host {platform.node()}"]
@@ -96,9 +97,9 @@ def other_meshes(rank, root):
     return expected
 
 
-def load_and_look(rank, world_size, root, drive):
+def load_and_look(rank, world_size, root, drive, modes):
     seen = {}
-    for mode, path in zip(MODES, (drive, drive, None), strict=True):
+    for mode, path in modes.items():
         with fresh_engine(mode, path, seed=1) as engine:
             assert engine.load_checkpoint(root / mode)[1]["mode"] == mode
             seen[mode] = state_of(engine), scalars_of(engine), next_loss(engine)
@@ -122,7 +123,7 @@ def saved_at_2(once, tmp_path_factory):
 
 
 def compare(seen, saved):
-    for mode in MODES:
+    for mode in seen:
         assert_same(seen[mode][0], saved[mode][0])
         assert seen[mode][1] == saved[mode][1]
         assert seen[mode][2] == pytest.approx(saved[mode][2], rel=1e-3)
@@ -137,12 +138,13 @@ def test_what_two_ranks_save_two_ranks_resume_bit_for_bit_on_any_tier(saved_at_2
 @pytest.mark.usefixtures("alone")
 def test_one_process_resumes_it(saved_at_2):
     root, drive, saved = saved_at_2
-    compare(load_and_look(0, 1, root, drive), saved)
+    tiers = dict(zip(MODES, (drive, drive, None), strict=True))
+    compare(load_and_look(0, 1, root, drive, tiers), saved)
 
 
 def test_four_ranks_resume_it(saved_at_2):
     root, drive, saved = saved_at_2
-    for seen in run_ranks(load_and_look, 4, root, drive):
+    for seen in run_ranks(load_and_look, 4, root, drive, {"bf16": drive}):
         compare(seen, saved)
     assert not list(drive.iterdir())
     assert not dist.is_initialized()

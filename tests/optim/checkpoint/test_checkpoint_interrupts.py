@@ -52,7 +52,7 @@ def root(engine, in_memory):
 
 
 @STRIKES
-@strided(11003)
+@strided(22013)
 def test_a_save_is_whole_or_leaves_nothing(engine, root, strike, stride):
     before = state_of(engine)
     for interrupt in every(stride, strike):
@@ -85,7 +85,7 @@ def test_nothing_of_a_save_that_was_cut_off_waits_for_a_collection(engine, root)
 
 
 @STRIKES
-@strided(7001)
+@strided(14009)
 def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(engine, root, strike, stride):
     saved = state_of(engine)
     train_step(engine, 1)
@@ -109,7 +109,7 @@ def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(
 
 
 @STRIKES
-@strided(3001)
+@strided(6007)
 def test_an_export_is_the_one_before_or_the_new_one_or_refused(engine, in_memory, strike, stride):
     folder, before = in_memory / "export", state_of(engine)
     engine.export_safetensors(folder)

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -377,11 +378,9 @@ def test_a_checkpoint_of_an_earlier_version_is_replaced(engine, tmp_path):
 
 
 def test_a_tier_that_fails_while_saving_leaves_nothing(engine, saved, monkeypatch):
-    def fail(*arguments, **more):
-        raise SwapIOError(5, path="swap", offset=0, size_bytes=1, direction="read")
-
+    error = SwapIOError(5, path="swap", offset=0, size_bytes=1, direction="read")
     with monkeypatch.context() as patch:
-        patch.setattr(values, "read_run", fail)
+        patch.setattr(values, "read_run", Mock(side_effect=error))
         with pytest.raises(SwapIOError, match="read of 1 bytes at offset 0 of swap"):
             engine.save_checkpoint(saved.parent, "next")
     assert sorted(path.name for path in saved.parent.iterdir()) == ["good", "latest"]

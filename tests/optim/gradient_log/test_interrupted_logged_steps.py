@@ -20,7 +20,7 @@ def pair(pairs):
 
 
 @STRIKES
-@strided(797)
+@strided(1597)
 def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stride):
     optimizer = pair.logged
 
@@ -41,7 +41,7 @@ def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stri
         check(pair, interrupt)
 
 
-@strided(797)
+@strided(1597)
 @pytest.mark.parametrize("read", ["state_dict", "synchronize"])
 def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
     for interrupt in every(stride, raise_struck):

@@ -91,7 +91,7 @@ def problems(folder, monkeypatch, *, num_random, seed=0, num_crashes=None):
 
 
 def test_whatever_is_lost_the_latest_step_is_there(in_memory, monkeypatch):
-    assert not list(problems(in_memory, monkeypatch, num_random=0, num_crashes=60))
+    assert not list(problems(in_memory, monkeypatch, num_random=0, num_crashes=25))
 
 
 @pytest.mark.slow

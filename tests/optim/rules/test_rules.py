@@ -120,7 +120,7 @@ def test_stays_with_torch_on_fp32_masters(case, changes, drive):
     masters = [Parameter(p.detach().float()) for p in params]
     theirs = case.make_torch(masters, **changes)
     with case.make(params, section(drive), **changes) as ours:
-        for step in range(40):
+        for step in range(20):
             set_grads(params, step)
             for p, master in zip(params, masters, strict=True):
                 master.grad = p.grad.float()
@@ -132,8 +132,8 @@ def test_stays_with_torch_on_fp32_masters(case, changes, drive):
 @every_case
 def test_bytes_per_parameter_each_way(case, drive):
     """By the kernel's counters: of a bf16 parameter 2 of the lower half, 4 or 2 of a state, and rounding to blocks."""
-    params = [param((700_001,)) for _ in range(14)]
-    total, wanted = 14 * 700_001, state_itemsize(MasterForm.SPLIT, case.rule.states)
+    params = [param((700_001,)) for _ in range(8)]
+    total, wanted = 8 * 700_001, state_itemsize(MasterForm.SPLIT, case.rule.states)
     for p in params:
         p.grad = torch.full_like(p, 0.01)
     with case.make(params, section(drive, buffers=2, sub_group_size=MILLION)) as optimizer:
@@ -299,7 +299,7 @@ def save_and_resume(rank, case, root, drive):
         fresh_engine("bf16", None, **optimizer) as memory,
         fresh_engine("bf16", None, seed=1, **optimizer) as other,
     ):
-        assert steps_of(first, rank, range(3)) == steps_of(memory, rank, range(3))
+        assert steps_of(first, rank, range(2)) == steps_of(memory, rank, range(2))
         states = [full_state(engine.module, engine.optimizer) for engine in (first, memory)]
         assert_same(*states)
         first.save_checkpoint(root)
@@ -307,7 +307,7 @@ def save_and_resume(rank, case, root, drive):
         assert_same(full_state(other.module, other.optimizer), states[0])
         first.module.num_batches *= 0
         other.module.num_batches *= 0
-        assert steps_of(first, rank, range(3, 5)) == steps_of(other, rank, range(3, 5))
+        assert steps_of(first, rank, [2]) == steps_of(other, rank, [2])
         final = full_state(first.module, first.optimizer)
         assert_same(full_state(other.module, other.optimizer), final)
     return states[0]
@@ -327,7 +327,7 @@ def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(cases, d
         with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
             engine.load_checkpoint(tmp_path / str(case))
             assert_same(full_state(engine.module, engine.optimizer), saved)
-            assert scalars_of(engine)["global_steps"] == 3
+            assert scalars_of(engine)["global_steps"] == 2
 
 
 @pytest.mark.usefixtures("alone")

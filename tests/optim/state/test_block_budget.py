@@ -15,7 +15,7 @@ from tests.support.tiers import Model, loss_of, make, section, train_step
 
 EVERYTHING = {"param": "nvme", "grads": "nvme", "state": "nvme"}
 KINDS = {"parameters": "param_", "gradients": "grad_", "optimizer state": ""}
-STEPS = 5
+STEPS = 4
 LAYERS = 4
 
 
@@ -82,7 +82,7 @@ def test_max_in_cpu_keeps_the_first_blocks_in_memory(alone, tmp_path):
     wanted, norms, *_ = run(section(tmp_path))
     with make(section(tmp_path, param="nvme"), num_layers=LAYERS) as engine:
         numels = [sum(form.numel for form in group.forms) for group in engine.optimizer.store.blocks._numbers]
-    for count in (1, 2, len(numels)):
+    for count in (1, len(numels)):
         config = section(tmp_path, **EVERYTHING, max_in_cpu=float(sum(numels[:count])))
         found, its_norms, plan, stats, _ = run(config)
         assert_same(found, wanted)

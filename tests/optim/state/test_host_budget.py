@@ -8,6 +8,7 @@ from nvme_offload import ConfigError, ConfigWarning, OffloadAdamW, initialize
 from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.units import GiB, MiB, format_bytes
+from tests.support.pairs import each_value_once
 from tests.support.training import (
     BLOCK,
     MILLION,
@@ -58,8 +59,7 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(("name", "buffers"), each_value_once([*BUDGETS], [2, 3]))
 def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch, name, buffers):
     monkeypatch.setattr(available_memory, "available_bytes", lambda: 8 * GiB)
     budget, kinds = BUDGETS[name]
@@ -77,20 +77,12 @@ def test_the_bits_do_not_depend_on_the_budget(make_adamw, expected, monkeypatch,
     stats = optimizer.stats()
     on_nvme = sum(slot.subgroup.size_bytes for slot in optimizer.store.slots if slot.home.is_visited)
     assert stats.host_state_bytes + on_nvme == stats.state_bytes
-    assert (stats.bytes_written == 0) == (kinds == {"host"})
+    assert (stats.bytes_written == 0) == (stats.staging_bytes < 65536) == (kinds == {"host"})
     if budget != "auto":
         assert stats.staging_bytes + stats.host_state_bytes <= budget
     plan = optimizer.tier_plan
     assert len(plan.units_on("nvme")) == sum(slot.home.is_visited for slot in optimizer.store.slots)
     assert "optimizer state" in str(plan)
-
-
-def test_no_staging_buffers_where_nothing_moves(make_adamw):
-    params = [param((8 * BLOCK,))]
-    optimizer = make_adamw(params, host_budget=GiB)
-    train(optimizer, params)
-    assert optimizer.stats().staging_bytes < 65536
-    assert optimizer.stats().bytes_read == optimizer.stats().bytes_written == 0
 
 
 def test_staging_buffers_leave_most_of_a_budget_to_the_state(make_adamw):
@@ -127,7 +119,7 @@ def test_parameters_that_come_later_stay_within_the_budget(make_adamw):
 
 def test_half_of_the_state_in_memory_halves_the_traffic(make_adamw):
     """By the kernel's counters. The state is large against the staging buffers, whose contents a step need not read."""
-    numel, written, read = 24 * MILLION, [], []
+    numel, written, read = 16 * MILLION, [], []
     for share in (0, 0.5):
         staging = 2 * 10 * 2 * BLOCK
         budget = staging + int(share * 10 * numel)
