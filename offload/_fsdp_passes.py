@@ -246,8 +246,15 @@ class _GroupOfOne:
         self.unshard()
         group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
         self._unshard_from(group._all_gather_result.shards)
-        group._wait_all_gather_streams_on_event(group.device_handle.current_stream().record_event())
+        self._reuse_behind(group.device_handle.current_stream().record_event())
         group._all_gather_result = None
+
+    def _reuse_behind(self, event: Any) -> None:
+        """Have what is sent next wait for this event (``FSDPCommContext``): it may get the memory of what was sent."""
+        context = self._group.comm_ctx
+        if hasattr(context, "all_gather_stream"):  # not before the first forward
+            context.all_gather_copy_in_stream.wait_event(event)
+            context.all_gather_stream.wait_event(event)
 
     def _unshard_from(self, lent: Sequence[tuple[torch.Tensor, bool]]) -> None:
         records = self._group.fsdp_params

@@ -279,6 +279,6 @@ def reset_pass(model: nn.Module) -> bool:
     try:
         reset()
     except AttributeError as error:
-        if error.name != "all_gather_state":  # which the first forward makes: before it there is nothing to forget
-            raise
+        if error.name not in ("all_gather_state", "reduce_scatter_states"):
+            raise  # else the first forward would have made it, and before it there is nothing to forget
     return True

@@ -150,7 +150,7 @@ def _compute_at_once(alone: Any) -> None:
 
 
 def _take_memory_back_at_once(alone: Any) -> None:
-    alone._group._wait_all_gather_streams_on_event = _nothing
+    alone._reuse_behind = _nothing
     _WAIT(alone)
 
 

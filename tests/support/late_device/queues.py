@@ -177,8 +177,11 @@ def set_device(device: Any) -> None:
 class Stream:
     """A queue that runs as far as somebody waits for it. See ``torch.cuda.Stream``."""
 
+    stream_id, device_type = 0, 20  # FSDP2 of torch 2.15 hands them to an operator that does nothing
+
     def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
-        self.device = torch.device("late", number_of(device))
+        self.device_index = number_of(device)
+        self.device = torch.device("late", self.device_index)
         self.queue: list[Work] = []
         self.done = 0
         self.freed: list[Work] = []  # what the next owners of memory that was freed do with it: for the next allocation

@@ -36,6 +36,8 @@ allocations: list[Callable[[], bool]] = []  # asked whether this allocation on t
 def install() -> None:
     """Exchange what the package imported, once and for all."""
     torch.set_num_threads(1)
+    # Torch for CUDA lets DTensor see devices where there is none, and autograd has threads for them: nobody forks then.
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # and its locks, which are real, with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
