@@ -125,6 +125,13 @@ def reference_of(combination, *, waits, world_size, **more):
     )
 
 
+def plan_and_meaning(combination):
+    """The dtypes that it gives each parameter, and what it means without asking the plan; both as text."""
+    plan = PrecisionPlan.of(OffloadConfig.from_dict(combination.section), fresh_model())
+    meant = reference_of(combination, waits=False, world_size=1)
+    return str(plan.parameters), str((meant.compute, meant.autocast, meant.reduce, meant.accumulate))
+
+
 class Reference:
     """One process, plain PyTorch: fp32 masters and `torch.optim.AdamW`, with the casts written out.
 

@@ -102,13 +102,19 @@ def test_whoever_reads_finds_the_latest_step(alone, tmp_path, seed, precision):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+def engine_and_twin(path):
+    """After a step: one that updates behind its steps, and one that does not."""
+    pair = [make(config_of(path, mode, accumulation=1), num_layers=LAYERS, width=129) for mode in (None, "off")]
+    for one in pair:
+        train_step(one, 0)
+        one.optimizer.synchronize()
+    return pair
+
+
 def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_path):
-    with make(config_of(tmp_path, None, accumulation=1), num_layers=LAYERS, width=129) as engine:
-        twin = make(config_of(tmp_path, "off", accumulation=1), num_layers=LAYERS, width=129)
-        for one in (engine, twin):
-            train_step(one, 0)
-        optimizer = engine.optimizer
-        optimizer.synchronize()
+    engine, twin = engine_and_twin(tmp_path)
+    optimizer = engine.optimizer
+    with engine, twin:
         before = optimizer.stats()
         for one in (engine, twin):
             one.backward(loss_of(one, 1))
@@ -124,7 +130,6 @@ def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_pat
         assert not [grad for grad in grads.values() if grad() is not None], "no gradient is kept when backward begins"
         twin.step()
         assert_same(full_state(engine.module, optimizer), full_state(twin.module, twin.optimizer))
-        twin.close()
 
 
 def test_reads_go_first_and_in_the_end_everything_is_written(alone, tmp_path, monkeypatch):
@@ -190,13 +195,8 @@ def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_upda
 def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_made_good(
     alone, tmp_path, monkeypatch, op, where
 ):
-    engine, twin = (
-        make(config_of(tmp_path, mode, accumulation=1), num_layers=LAYERS, width=129) for mode in (None, "off")
-    )
+    engine, twin = engine_and_twin(tmp_path)
     optimizer = engine.optimizer
-    for one in (engine, twin):
-        train_step(one, 0)
-    optimizer.synchronize()
     drive = Failing(optimizer.store.tier, monkeypatch, op)
     for one in (engine, twin):
         train_step(one, 1)
@@ -227,13 +227,8 @@ def test_an_error_behind_a_step_is_said_where_somebody_waits_next_and_can_be_mad
 
 def test_a_reader_that_is_told_of_a_failed_write_leaves_nobody_waiting(alone, tmp_path, monkeypatch):
     """No buffer comes free for the reads of the next step then: they are left to that step."""
-    engine, twin = (
-        make(config_of(tmp_path, mode, accumulation=1), num_layers=LAYERS, width=129) for mode in (None, "off")
-    )
+    engine, twin = engine_and_twin(tmp_path)
     optimizer, store = engine.optimizer, engine.optimizer.store
-    for one in (engine, twin):
-        train_step(one, 0)
-    optimizer.synchronize()
     drive = Failing(store.tier, monkeypatch, Op.WRITE, first=len(store.slots))  # the last one
     read, told = store.pipeline.read_into_free_buffers, []
 

@@ -116,13 +116,6 @@ def test_the_few_have_every_value():
     assert all({case[name] for case in FEW} == set(values) for name, values in COLUMNS.items())
 
 
-def test_a_case_on_two_ranks(tmp_path):
-    """Updates in backward of two ranks: test_guesses.py and test_block_by_block.py."""
-    cases = [next(case for case in FEW if case["place"] == "all")]
-    for hidden in run_ranks(check_rank, 2, tmp_path, cases, 3):
-        assert_hidden(cases, hidden)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
@@ -130,7 +123,7 @@ def test_every_pair_of_values(alone, tmp_path, case):
     assert_hidden([case], check(tmp_path, [case], STEPS))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # tiers/test_block_tiers.py hides steps of two ranks with everything on NVMe
 @pytest.mark.parametrize("first", range(0, len(CASES), 5))
 def test_every_pair_of_values_on_two_ranks(tmp_path, first):
     cases = CASES[first : first + 5]

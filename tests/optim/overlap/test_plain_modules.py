@@ -31,10 +31,11 @@ def config_of(path, mode, **more):
     return {**config, "overlap_step": mode, **exact, **more}
 
 
-def make(path, mode, dtype=torch.bfloat16, **more):
+def make(path, mode, dtype=torch.bfloat16, *, clip=0.5, **more):
     torch.manual_seed(0)
     model = Model(num_layers=LAYERS, width=129, **more).to(dtype)
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(path, mode))
+    clips = {"gradient_clipping": clip} if mode in ("off", None) else {}
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(path, mode, **clips))
     optimizer.overlap_with(model)
     return model, optimizer
 
@@ -47,15 +48,11 @@ def train_step(model, optimizer, step, micro_batches=1):
     optimizer.zero_grad()
 
 
-def trained(path, mode, *, steps=5, uses=None, micro_batches=1, clip=0.5, **model):
-    config = {} if mode == "backward" else {"gradient_clipping": clip}
-    torch.manual_seed(0)
-    dtype = model.pop("dtype", torch.bfloat16)
-    module = Model(num_layers=LAYERS, width=129, **model).to(dtype)
-    with OffloadAdamW(module.parameters(), lr=1e-2, offload=config_of(path, mode, **config)) as optimizer:
-        optimizer.overlap_with(module)
+def trained(path, mode, *, uses=None, micro_batches=1, **model):
+    module, optimizer = make(path, mode, **model)
+    with optimizer:
         norms = []
-        for step in range(steps):
+        for step in range(4):
             module.uses = uses[step % len(uses)] if uses else list(range(LAYERS))
             train_step(module, optimizer, step, micro_batches)
             norms.append(optimizer.total_norm)

@@ -162,7 +162,7 @@ def train_all(rank, world_size, cases, stages):
     return {(*case, stage): train(rank, section(case[0], stage), case[1]) for case in cases for stage in stages}
 
 
-@pytest.mark.parametrize(("ranks", "cases", "stages"), [(1, CASES, (2, 3)), (2, CASES[1:], (1, 2, 3))])
+@pytest.mark.parametrize(("ranks", "cases", "stages"), [(1, CASES, (2, 3)), (2, CASES[1:], (1, 3))])
 def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(ranks, cases, stages):
     of_ranks = run_ranks(train_all, ranks, cases, stages)
     for dtype, switches_off in cases:
@@ -172,9 +172,10 @@ def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(rank
                 ours = results[dtype, switches_off, stage]
                 assert ours[0] == pytest.approx(losses[rank], rel=1e-3 if ranks > 1 else 1e-6)
                 assert ours[1] == pytest.approx(norms, rel=1e-3 if ranks > 1 else 1e-6)
-            second, third = (results[dtype, switches_off, stage] for stage in (2, 3))
-            assert second[:2] == third[:2]
-            assert all(torch.equal(value, third[2][name]) for name, value in second[2].items())
+            if 2 in stages:
+                second, third = (results[dtype, switches_off, stage] for stage in (2, 3))
+                assert second[:2] == third[:2]
+                assert all(torch.equal(value, third[2][name]) for name, value in second[2].items())
 
 
 def test_what_is_gathered_in_16_bits_is_found_by_watching_a_forward(alone):

@@ -22,6 +22,7 @@ from tests.support.interrupts import (
 )
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, strike_each, train_step
+from tests.support.training import noted
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
@@ -172,11 +173,8 @@ def check_step(engine, twin, number, interrupt):
     for each in (twin, engine):
         train_step(each, 10_000 + number)
     assert engine.global_steps == twin.global_steps, interrupt.place
-    try:
+    with noted(f"struck at {interrupt.place}"):
         assert_same(*(full_state(each.module, each.optimizer) for each in (engine, twin)))
-    except AssertionError as error:
-        error.add_note(f"struck at {interrupt.place}")
-        raise
 
 
 @STRIKES

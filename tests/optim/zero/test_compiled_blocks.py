@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from nvme_offload import get_full_optimizer_state, get_full_param, initialize
+from tests.support import tiers
 from tests.support.layered_model import Part, batch, loss_of
 from tests.support.training import assert_same_bits
 
@@ -22,16 +23,12 @@ pytestmark = [
 ]
 
 
-def section(drive, moved, **more):
+def section(drive, moved, more):
     """State on the drive, or nothing; ``moved``: parameters and gradients, too."""
-    nvme = {"device": "nvme", "nvme_path": str(drive)} if drive else {"device": "cpu"}
-    away = nvme if moved else {"device": "none"}
-    return {
-        "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": away},
-        "offload_gradients": away,
-        "gradient_accumulation_steps": 2,
-        **more,
-    }
+    away = {"param": "nvme", "grads": "nvme"} if moved else {}
+    return (
+        tiers.section(drive, state="nvme" if drive else "cpu", **away) | {"bf16": {}, "gradient_clipping": 0.0} | more
+    )
 
 
 def trained(config, backend=None, when="before"):
@@ -73,9 +70,9 @@ def assert_compiled_once(graphs):
 
 
 def test_compiled_blocks_have_the_bits_of_others(tmp_path):
-    expected, _, _ = trained(section(None, False, **BF16, **SCHEDULE))
+    expected, _, _ = trained(section(None, False, BF16 | SCHEDULE))
     for when, moved in (("before", True), ("after", False)):
-        found, graphs, breaks = trained(section(tmp_path, moved, **BF16, **SCHEDULE), "aot_eager", when)
+        found, graphs, breaks = trained(section(tmp_path, moved, BF16 | SCHEDULE), "aot_eager", when)
         assert_same_bits(found, expected)
         assert_compiled_once(graphs)
         assert breaks == []
@@ -88,10 +85,10 @@ def test_compiled_blocks_have_the_bits_of_others(tmp_path):
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_where_anything_is_kept_changes_nothing_of_what_is_compiled(tmp_path, backend, more, when):
-    expected, graphs, _ = trained(section(None, False, **more), backend, when)
+    expected, graphs, _ = trained(section(None, False, more), backend, when)
     assert_compiled_once(graphs)
     for moved in (False, True):
-        found, graphs, breaks = trained(section(tmp_path, moved, **more), backend, when)
+        found, graphs, breaks = trained(section(tmp_path, moved, more), backend, when)
         assert_same_bits(found, expected)
         assert_compiled_once(graphs)
         assert breaks == []
@@ -100,9 +97,9 @@ def test_where_anything_is_kept_changes_nothing_of_what_is_compiled(tmp_path, ba
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [AUTOCAST, BF16 | {"fp32_modules": ["LayerNorm"]}], ids=["autocast", "fp32 modules"])
 def test_in_a_block_of_two_dtypes_fsdp2_breaks_the_graph_where_it_gathers_the_second(tmp_path, more):
-    expected, _, _ = trained(section(None, False, **more, **SCHEDULE))
+    expected, _, _ = trained(section(None, False, more | SCHEDULE))
     for moved in (False, True):
-        found, graphs, breaks = trained(section(tmp_path, moved, **more, **SCHEDULE), "aot_eager")
+        found, graphs, breaks = trained(section(tmp_path, moved, more | SCHEDULE), "aot_eager")
         assert_same_bits(found, expected)
         assert len(set(graphs)) == 1
         assert graphs[0] > 0

@@ -212,7 +212,8 @@ def case_of(schedule, tiers):
     if schedule == "backward":
         chosen |= {"gradient_clipping": 0.0, "skip_non_finite": False}
     if schedule == "speculate":  # two micro-batches have a smaller norm than one
-        chosen |= {"gradient_clipping": 10.0 - 3 * (number % 2), "scales": [1, 1, 1, 300, 1, math.inf, 1]}
+        scales = [1, 1, 1, 300, 1, math.inf, 1] if begins_in_backward(schedule, tiers) else [1, 300, math.inf, 1]
+        chosen |= {"gradient_clipping": 10.0 - 3 * (number % 2), "scales": scales}
     if state == "device":
         chosen["device_budget"] = "1GiB"
     if period:

@@ -59,7 +59,6 @@ def train_on_every_tier(rank, world_size, path, dtype):
     ("dtype", "world_size"),
     [
         (torch.bfloat16, 4),
-        (torch.float32, 2),
         pytest.param(torch.bfloat16, 1, marks=pytest.mark.slow),
         pytest.param(torch.float32, 4, marks=pytest.mark.slow),
     ],
