@@ -14,8 +14,8 @@ from nvme_offload import PeerError, StateError, SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.optim.ranks.drives import ranks_of
 from tests.optim.tiers.test_block_tiers_faults import unreadable
-from tests.optim.zero.test_sharded import assert_same, full_state
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
 
