@@ -45,7 +45,7 @@ def fresh(make=Layers):
 )
 def test_each_transfer_fails_once_and_the_next_iteration_is_right(tmp_path, monkeypatch, failing, keep):
     """One that fails ahead of its time is an error when it is wanted; a write that fails is one if it must leave."""
-    make, config = partial(Attending, 4), section(tmp_path, keep, host_budget=32 * KiB)
+    make, config = partial(Attending, 3), section(tmp_path, keep, host_budget=32 * KiB)
     expected = gradients(make, train_once)[0]
     before, outcomes, first = Resources.steady(), [], 1
     while True:

@@ -21,7 +21,7 @@ main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
 """
 
 
-QUICK = ["in-memory-too", "logged-in-memory-too", "everything-logged", "two-ranks"]
+QUICK = ["logged-in-memory-too", "everything-logged", "two-ranks"]
 
 
 def kill(path, num_kills, seed, *kinds, timeout):
@@ -30,7 +30,7 @@ def kill(path, num_kills, seed, *kinds, timeout):
 
 def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
     outcome = kill(drive, 3, 3, *QUICK, timeout=600)
-    assert sum(found["kills"] for found in outcome.values()) >= 12
+    assert sum(found["kills"] for found in outcome.values()) >= 9
     resumed = [step for found in outcome.values() for life in found["history"] for step in life]
     assert any(step > 0 for step in resumed), "no life went on from a step"
 
