@@ -134,7 +134,7 @@ def train_beside_torch(rank, world_size, path):
         torch.optim.Muon([p for p in whole if p.ndim == 2], **SETTINGS),
         torch.optim.AdamW([p for p in whole if p.ndim != 2], lr=SETTINGS["lr"], weight_decay=0.1),
     ]
-    for step in range(3):
+    for step in range(2):
         for model in models:
             for micro in range(ACCUMULATION):
                 (loss_of(model, rank, step, micro) / ACCUMULATION).backward()
