@@ -9,7 +9,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import (
     ClosedError,
@@ -25,12 +24,10 @@ from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.failing_drive import Failing, Op
 from tests.support.ranks import be_alone, run_ranks
-from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
+from tests.support.sharded_model import CAN_GO_ON, assert_same, backward, full_state, sharded_model
 from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
 
-CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
-"""Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway."""
 LAYERS = 4
 
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 from tests.support.interrupts import (
     EACH,
@@ -20,13 +19,11 @@ from tests.support.interrupts import (
     send_sigint,
     struck,
 )
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, strike_each, train_step
 from tests.support.training import noted
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
-)
+pytestmark = GOES_ON
 
 
 def go_on(engine, number):

@@ -12,6 +12,7 @@ from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.failing_drive import Failing, Op
 from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import CASTS_AGAIN, GOES_ON
 from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
 
@@ -70,11 +71,13 @@ def check(tmp_path, forward, make, more, keep, *, devices=("nvme",), **options):
     return actual[2]
 
 
+@CASTS_AGAIN
 @pytest.mark.parametrize(("precision", "keep"), each_value_once(list(SECTIONS), KEEPS))
 def test_precisions(tmp_path, precision, keep):
     check(tmp_path, of_layers, layers, SECTIONS[precision], keep, devices=("cpu", "nvme"))
 
 
+@CASTS_AGAIN
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")
 @pytest.mark.parametrize("keep", KEEPS)
 def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep):
@@ -129,6 +132,7 @@ def test_models_of_transformers(tmp_path, of_transformers, checkpointed, keep):
     check(tmp_path, forward, make, {}, keep)
 
 
+@GOES_ON
 @pytest.mark.parametrize(
     ("failing", "keep"), each_value_once([(Op.WRITE, errno.EIO), (Op.WRITE, errno.ENOSPC), (Op.READ, errno.EIO)], KEEPS)
 )
@@ -181,6 +185,7 @@ def on_a_rank(rank, world_size, path, cases):
         assert actual[2].num_kept == 0
 
 
+@CASTS_AGAIN
 @pytest.mark.parametrize(
     "cases",
     [

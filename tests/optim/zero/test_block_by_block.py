@@ -9,7 +9,6 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
@@ -26,12 +25,8 @@ from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
 from tests.support.ranks import run_ranks
 from tests.support.rules import CASES
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import EVERYTHING, PRECISIONS, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
-
-CAN_GO_ON = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP2 of this torch cannot leave a pass halfway"
-)
 
 
 def config_of(path, order, count=2, precision="bf16", **more):
@@ -276,7 +271,7 @@ def test_gradients_of_updated_blocks_are_gone(alone, tmp_path):
         step_of(engine, 2)
 
 
-@CAN_GO_ON
+@GOES_ON
 def test_an_io_error_after_an_update_in_backward_says_that_a_checkpoint_leads_on(alone, tmp_path, monkeypatch):
     with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=4) as engine:
         step_of(engine, 0)
@@ -502,7 +497,7 @@ ODD = {
 }
 
 
-@CAN_GO_ON
+@GOES_ON
 @pytest.mark.parametrize("kind", ODD)
 def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind):
     torch.manual_seed(0)
@@ -520,7 +515,7 @@ def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind)
             step_of(engine, 0)
 
 
-@CAN_GO_ON
+@GOES_ON
 @pytest.mark.parametrize("kind", ["cache", "twice", "past"])
 def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, kind):
     ends = []
@@ -573,6 +568,7 @@ def test_ranks_with_other_numbers_of_micro_batches_get_words(tmp_path):
     assert first == second
 
 
+@GOES_ON
 def test_wrong_use_gets_words(alone, tmp_path):
     with make(config_of(tmp_path, "auto", 2), num_layers=2) as engine:
         batches, loss = micro_batches(0, 2), partial(loss_of, engine)
@@ -628,7 +624,7 @@ class Trouble:
             raise self.error
 
 
-@CAN_GO_ON
+@GOES_ON
 @pytest.mark.parametrize(
     ("order", "error", "at"),
     [
@@ -677,7 +673,7 @@ def go_on(engine, number):
 FAILING = [("params", Op.READ), ("grads", Op.WRITE), ("activations", Op.READ), ("activations", Op.WRITE)]
 
 
-@CAN_GO_ON
+@GOES_ON
 @pytest.mark.parametrize(
     ("kind", "op", "first"),
     [
@@ -707,7 +703,7 @@ def test_after_an_io_error_the_step_is_done_again(alone, tmp_path, monkeypatch, 
             compare(wanted, (full_state(engine.module, engine.optimizer), seen))
 
 
-@CAN_GO_ON
+@GOES_ON
 @STRIKES
 @pytest.mark.parametrize("stride", [6007, pytest.param(EACH, marks=SLOW)])
 def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path, stride, strike):
@@ -731,7 +727,7 @@ def test_a_step_is_done_again_or_refused_wherever_it_is_cut_off(alone, tmp_path,
 # Mistakes
 
 
-@CAN_GO_ON
+@GOES_ON
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(alone, tmp_path, monkeypatch, name):
     """Steps that hide updates in backward, of a model with tied ends, differ from the loop's, or are refused."""

@@ -171,7 +171,7 @@ def test_updates_behind_a_step_and_in_backward_wait_for_the_norm_alone(results, 
 def test_what_a_device_has_computed_is_updated_before_the_rest_is_waited_for(results):
     _, found = results["backward, the host far ahead"]
     first = found["worked"][: found["worked"].index("step")]
-    assert "update" in "".join(first).rpartition("gradient")[0], first
+    assert "update" in first[:4], first  # of eight gradients
 
 
 @pytest.mark.slow
