@@ -1,5 +1,6 @@
 """One test per private torch name that is used: a torch that changed it fails here, by name."""
 
+import ast
 import pickle
 import re
 import warnings
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.offload import _fsdp_passes
 from nvme_offload.offload import _torch_private as private
 from nvme_offload.offload._fsdp_passes import compute_on_shards, hook_outputs
 from tests.support.ranks import be_alone, run_ranks
@@ -364,6 +366,15 @@ def test_every_function_is_named_here():
     own = {name for name, value in vars(private).items() if getattr(value, "__module__", "") == private.__name__}
     named = set(re.findall(r"\bprivate\.(\w+)", Path(__file__).read_text(encoding="utf-8")))
     assert {name for name in own - {"P", "R"} if not name.startswith("_")} <= named
+
+
+def test_fsdp2_has_every_name_that_its_passes_are_changed_by():
+    """A device has some of them alone, and no test without one would miss them."""
+    changed = ast.walk(ast.parse(Path(_fsdp_passes.__file__).read_text(encoding="utf-8")))
+    used = {node.attr for node in changed if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"}
+    sources = [path.read_text(encoding="utf-8") for path in Path(_fully_shard.__file__).parent.glob("*.py")]
+    words = set(re.findall(r"\w+", "".join(sources)))
+    assert used - words - {*dir(torch), *dir(torch.Tensor)} <= {"manual_backward_finalization_active"}  # 2.15 has it
 
 
 def test_without_torch_function():

@@ -149,7 +149,7 @@ def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monk
 
 def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_adamw, monkeypatch, expected):
     """The first failed write stops the step while others are under way that are going to fail as well."""
-    faults = FaultSpec(seed=1, delay=1.0, max_delay_us=50_000)
+    faults = FaultSpec(seed=1, delay=1.0, max_delay_us=200_000)
     params, optimizer, tier = make_faulty(make_adamw, faults, buffers=4, sub_group_size=1)
     drive = Failing(tier, monkeypatch, Op.WRITE)
     set_grads(params, 0)

@@ -164,7 +164,7 @@ class LoadConformance(EngineTools):
 
     @pytest.mark.parametrize(("large", "small"), [(Op.READ, Op.WRITE), (Op.WRITE, Op.READ)])
     def test_neither_direction_waits_for_all_of_the_other(self, large, small):
-        engine, fd, memory = self.open_slow(3000, queue_depth=4), self.file(bytes(200 * BLOCK)), Memory(200 * BLOCK)
+        engine, fd, memory = self.open_slow(3000, queue_depth=4), self.file(bytes(800 * BLOCK)), Memory(800 * BLOCK)
         first = submit(engine, large, [memory.segment(fd)])
         second = submit(engine, small, [memory.segment(fd, size_bytes=8 * BLOCK)])
         assert second.wait(PATIENCE)

@@ -15,9 +15,10 @@ from tests.support.build import nudged, token_loss
 VOCABULARY = 61
 ACCUMULATION = 2
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
-"""Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway, and casts what a block gets once more."""
+"""Whether FSDP2 of this torch (2.13 and newer) can leave a pass halfway, and what the reasons below say."""
 GOES_ON = pytest.mark.skipif(not CAN_GO_ON, reason="FSDP2 of this torch cannot leave a pass halfway")
 CASTS_AGAIN = pytest.mark.skipif(not CAN_GO_ON, reason="FSDP2 of this torch casts nothing where backward computes it")
+SHARDS_CODES = pytest.mark.skipif(not CAN_GO_ON, reason="FSDP2 of this torch shards floating point alone")
 
 
 class Model(nn.Module):

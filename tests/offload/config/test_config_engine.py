@@ -67,11 +67,6 @@ BAD_OF_ENGINE = [
         '"Linear" is no class name with its package; write a list of class names',
     ),
     (
-        {"torch_autocast": {"lower_precision_safe_modules": [7]}},
-        "torch_autocast.lower_precision_safe_modules[0] = 7",
-        '["torch.nn.Linear"]',
-    ),
-    (
         {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
         'data_types.grad_accum_dtype = "bf16"',
         'gradient_accumulation_dtype = "fp32" is another spelling of it; keep gradient_accumulation_dtype',
@@ -97,11 +92,6 @@ BAD_OF_ENGINE = [
     (schedule("WarmupLR", warmup_max_lr=0), "scheduler.params.warmup_max_lr = 0", "a number, more than 0"),
     (schedule("WarmupLR", total_num_steps=9), "scheduler.params.total_num_steps = 9", 'type = "WarmupLR" has no such'),
     (schedule("WarmupLR", last_batch_iteration=7), "scheduler.params.last_batch_iteration = 7", "load_checkpoint"),
-    (
-        schedule("WarmupDecayLR", warmup_max_lr=1e-3),
-        "scheduler.params.total_num_steps = missing",
-        'type = "WarmupDecayLR" needs it',
-    ),
     (schedule("WarmupDecayLR", total_num_steps=9), "scheduler.params.warmup_max_lr = missing", "or 0.001"),
     (schedule("WarmupCosineLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupCosineLR" needs it'),
     (

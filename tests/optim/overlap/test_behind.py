@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
 from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
 from tests.support.pairs import each_value_once
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
 LAYERS = 4
@@ -189,6 +189,7 @@ def test_what_an_earlier_step_could_not_write_yet_is_not_ready_for_the_next_upda
             assert pipeline.is_here(slot)
 
 
+@GOES_ON
 @pytest.mark.parametrize(
     ("op", "where"), each_value_once([Op.READ, Op.WRITE], ["forward", "step", "state_dict", "synchronize", "close"])
 )

@@ -6,7 +6,7 @@ import torch
 from nvme_offload import StateError, SwapIOError
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import Struck, raise_struck, send_sigint
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import loss_of, make, section, train_step
 
 LAYERS = 4
@@ -157,6 +157,7 @@ def test_ctrl_c_after_an_update_comes_when_backward_is_complete(alone, tmp_path)
     assert_same(*ends)
 
 
+@GOES_ON
 def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_on(alone, tmp_path):
     with model(with_all_buffers(tmp_path, "backward")) as engine:
         train_step(engine, 0)

@@ -11,7 +11,7 @@ from nvme_offload import ClosedError, OffloadAdamW, get_full_param, initialize, 
 from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import SHARDS_CODES, assert_same, full_state
 from tests.support.small_llama import LENGTH, llama
 from tests.support.tiers import EVERYTHING, Model, section, train_step
 from tests.support.training import storage_io
@@ -218,6 +218,7 @@ def as_bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+@SHARDS_CODES
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
@@ -232,6 +233,7 @@ def test_a_quantized_base_is_its_bytes_on_the_tier(tmp_path, ranks, keys):
     run_ranks(train_on_a_quantized_base, ranks, tmp_path, keys)
 
 
+@SHARDS_CODES
 def test_a_model_of_nothing_but_codes_is_run_from_the_tier(alone, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*(Quantized(dtype, 16) for dtype in (*AS_STORED, *PACKED))).requires_grad_(False)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from nvme_offload.perf.experiments import compare
-from nvme_offload.perf.experiments.peers.result import MEMORY, OURS, Contender, Seen, distance, same_bits
-from nvme_offload.perf.experiments.peers.worker import Ended, model_of
-from nvme_offload.perf.measure.comparison import Quad
+from nvme_offload.perf.experiments.peers.result import OURS, Contender, distance, same_bits
+from nvme_offload.perf.experiments.peers.worker import model_of
 from tests.perf.experiments.running import said
 
 SIZE = "1x64"
@@ -81,26 +80,9 @@ def test_distances(tmp_path):
     assert distance(tmp_path / "half", tmp_path / "end", SIZE) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_row_and_a_picture(readme, tmp_path):
-    found = Seen(
-        MEMORY, 10, seconds=[2.0, 4.0, 3.0], quads=[Quad((1.0, 3.0, 3.0, 1.0))], ended=Ended(3, 2**30, (30, 60))
-    )
-    assert list(found.shown.values())[1:] == ["3.00 s", "3.00", "1 GiB", "1.0", "2.0", ""]
-    readme.draw([found, Seen(OURS, 10, problem="it cannot")], tmp_path / "picture.png", "its result")
-    drawn = (tmp_path / "picture.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    assert b"its result" in drawn
-
-
 def test_the_readme_has_the_latest_result_and_its_picture(readme):
     """`python -m scripts.readme_comparison` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert said.strip() == readme.block(readme.Result.of_file(path), path.stem)
     assert path.stem.encode() in readme.PICTURE.read_bytes()
-
-
-def test_another_file_is_no_result(readme, tmp_path):
-    (tmp_path / "bench.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bench\.json is no saved comparison .*make one with --save"):
-        readme.Result.of_file(tmp_path / "bench.json")

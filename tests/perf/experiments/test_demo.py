@@ -23,7 +23,7 @@ from nvme_offload.perf.experiments.demo import command as demo
 from nvme_offload.perf.experiments.demo.training import DemoRun, Step
 from nvme_offload.perf.measure import gpt
 from nvme_offload.perf.measure.experiment import Row
-from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus, parse_size
+from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
 from scripts import readme_timeline as timeline
 from tests.support.forked import forked_children
 
@@ -222,21 +222,3 @@ def test_number_of_parameters_and_subgroups(text):
         module = ByteGPT(size, CONTEXT, torch.bfloat16)
     assert sum(p.numel() for p in module.parameters()) == size.num_parameters
     assert 8 <= size.num_parameters / size.sub_group_size <= 17
-
-
-def test_corpus_is_the_same_each_time_and_skips_tests(tmp_path):
-    for i in range(80):
-        (tmp_path / f"m{i:02}.py").write_text(f"# {i}\n")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "t.py").write_text("secret")
-    corpus = load_corpus(tmp_path)
-    assert corpus.startswith(b"# 0\n\0# 1\n\0# 2\n")
-    assert corpus.count(b"\0") == 79
-    assert b"secret" not in corpus
-    first, again = batches(corpus, 2, 0), batches(corpus, 2, 0)
-    for _ in range(3):
-        for a, b in zip(next(first), next(again), strict=True):
-            assert a.shape == (2, CONTEXT)
-            assert torch.equal(a, b)
-    with pytest.raises(FileNotFoundError, match="1 Python source files"):
-        load_corpus(tmp_path / "test")
