@@ -9,6 +9,7 @@ from nvme_offload import OffloadConfig, TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.interrupts import STRIKES, every, strided, struck
+from tests.support.pairs import each_value_once
 
 PATIENCE = 30.0
 SIZE = 8192
@@ -49,8 +50,7 @@ def in_time(call):
 
 @STRIKES
 @strided(61)
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "engine"), each_value_once([*CALLS], ["io_uring", "aiofiles"]))
 def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "1MiB"}
     section = {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine}}

@@ -11,6 +11,7 @@ from nvme_offload.optim.kernels import ABSENT, KernelPool, LoggedStep, make_logg
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.updates.work import StepScalars
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
+from tests.support.pairs import each_value_once
 from tests.support.rules import CASES, RuleCase
 
 NUMEL = TILE_NUMEL + 4096 + 1001  # two tiles; the second is more than one strip
@@ -98,8 +99,9 @@ def set_by_hand(steps: tuple[int, ...]) -> Callable[[int, State, Twin], None]:
     return change
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", MasterForm)
+@pytest.mark.parametrize(
+    ("form", "grad_dtype"), each_value_once([*MasterForm], [torch.bfloat16, torch.float16, torch.float32]), ids=str
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replayed_updates_have_the_bits_of_the_twin(case, form, grad_dtype):
     *logged, live = grads = random_grads(grad_dtype, STEPS if grad_dtype is torch.bfloat16 else 4)

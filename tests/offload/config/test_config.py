@@ -366,13 +366,6 @@ def test_page_lists_every_key():
     assert {*keys, *ALL_KEYS} <= set(listed)
 
 
-def test_page_says_where_a_word_means_something_besides_numbers():
-    """ "auto" stands for the default elsewhere, as other programs write it."""
-    rows = [line.split(" | ") for line in configuration_page.page().splitlines() if line.startswith("| `zero")]
-    assert [row[0].split(".")[-1] for row in rows if "or `auto`" in "".join(row[3:4])] == ["rewrite_every`"]
-    assert next(row[3] for row in rows if "rewrite_every" in row[0]) == "1..16 or `auto`"
-
-
 def test_examples_on_the_page_are_accepted_and_equal(tmp_path):
     json_text = re.search("```json\n(.*?)```", configuration_page.page(), re.DOTALL)[1]
     toml_text = re.search("```toml\n(.*?)```", configuration_page.page(), re.DOTALL)[1]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import struct
 import threading
 from contextlib import suppress
@@ -341,17 +342,24 @@ ABOUT = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """A run with two commits and a snapshot, and another one beside it; nobody is in them."""
+    path = tmp_path_factory.mktemp("runs")
     for name in ("small", "other"):
-        small = SmallRun([tmp_path], name=name)
+        small = SmallRun([path], name=name)
         small.begin()
         small.commit("0", 0)
         small.commit("1", 1)
         if name == "small":
             small.snapshot("kept")
         small.close()
+    return path
+
+
+@pytest.fixture
+def folder(runs, tmp_path):
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     return tmp_path / "nvme-durable-small-rank0"
 
 

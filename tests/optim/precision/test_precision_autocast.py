@@ -162,7 +162,9 @@ def train_all(rank, world_size, cases, stages):
     return {(*case, stage): train(rank, section(case[0], stage), case[1]) for case in cases for stage in stages}
 
 
-@pytest.mark.parametrize(("ranks", "cases", "stages"), [(1, CASES, (2, 3)), (2, CASES[1:], (1, 3))])
+@pytest.mark.parametrize(
+    ("ranks", "cases", "stages"), [(1, CASES, (2, 3)), pytest.param(2, CASES[1:], (1, 3), marks=pytest.mark.slow)]
+)
 def test_whatever_autocast_computes_in_16_bits_is_as_exact_as_plain_linears(ranks, cases, stages):
     of_ranks = run_ranks(train_all, ranks, cases, stages)
     for dtype, switches_off in cases:

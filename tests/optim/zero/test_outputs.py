@@ -135,7 +135,7 @@ def every_kind(rank, world_size, path):
     same_bits(rank, {**section(3, path, **in_backward), "gradient_clipping": 0.0}, ["namespace"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_object_trains_with_the_bits_of_a_dict(tmp_path, world_size):
     run_ranks(every_kind, world_size, tmp_path)
 
