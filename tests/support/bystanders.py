@@ -73,6 +73,7 @@ def main(root, num_kills, seed, *kinds):
     """Kill runs of these kinds beside the others, and print what became of all of them."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
     path = Path(root)
     stranger = Stranger(path)

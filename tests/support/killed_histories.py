@@ -376,6 +376,7 @@ def main(root, num_kills, seed, *kinds):
     """Kill runs of each of these kinds so often, and print what became of them."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
     torch.compiler.disable(lambda: None)()
     found = {}
     for kind in kinds:

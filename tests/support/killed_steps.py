@@ -296,6 +296,7 @@ def main(root, num_kills, seed, *names):
     faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
     run_copies._LEAST_SHARE_BYTES, run_copies._PIECE_BYTES = 1 << 20, 1 << 16  # kills come while a copy is made again
     with tempfile.TemporaryDirectory(dir="/dev/shm" if any(KINDS[name].copies for name in names) else None) as other:
