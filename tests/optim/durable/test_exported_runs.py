@@ -42,7 +42,7 @@ def exported(*arguments, status=(0,)):
 
 
 refused = partial(exported, status=(1, 2))
-"""What is said where nothing is written."""
+"""It returns the words of an export that writes nothing."""
 
 
 def weights_in(folder):

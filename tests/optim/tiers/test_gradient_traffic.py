@@ -1,4 +1,4 @@
-"""What a step under `initialize` costs: no gradient byte on NVMe, 10.1 bytes each way."""
+"""A step under `initialize` moves no gradient byte to NVMe, and 10.1 bytes each way."""
 
 import torch
 from torch import nn

@@ -124,7 +124,7 @@ def same_bits(rank, config, kinds):
 
 
 def every_kind(rank, world_size, path):
-    """Of several ranks at stage 3, and the deepest at every stage; of one, all on NVMe, and updates in backward."""
+    """Several ranks try each at stage 3, the deepest at every stage; one tries all on NVMe, and updates in backward."""
     if world_size > 1:
         for stage in range(4):
             same_bits(rank, section(stage), KINDS.keys() - {"dict"} if stage == 3 else ["nested"])
