@@ -63,8 +63,8 @@ def test_killed_and_now_and_then_a_drive_is_erased_it_ends_with_the_same_bits(dr
         pytest.skip("there is no second device")
     outcome = kill(drive, num_kills, 11, *kinds, timeout=7200)
     assert all(found["kills"] >= num_kills for found in outcome.values())
-    for what in ("erased", "behind"):  # drives were erased, and kills came while a copy was made again
-        assert sum(found[what] for found in outcome.values()) >= num_kills // 16, outcome
+    for what, least in ("erased", 0), ("behind", 1):  # of few kills, no drive may be erased; a copy is cut off
+        assert sum(found[what] for found in outcome.values()) >= max(least, num_kills // 16), outcome
 
 
 BACK_AND_FORTH = CHILD.replace("killed_steps", "killed_histories")
