@@ -248,12 +248,8 @@ def check_may_follow(name: str, may_follow: Mapping[E, Collection[E]], present: 
 class PeerError(OffloadError):
     """Another rank failed, and this one was in a collective with it."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said)
-        self.said = said
-
     def __str__(self) -> str:
-        return f"{self.said}; this rank cannot go on without it: end all ranks and resume from a checkpoint"
+        return f"{self.args[0]}; this rank cannot go on without it: end all ranks and resume from a checkpoint"
 
 
 class BlockOrderError(TypeError):

@@ -139,7 +139,8 @@ def build(shape: Mapping[str, int], sequence: int, *, checkpointing: bool = True
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+        (enable or model.gradient_checkpointing_enable)()
     return model
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from nvme_offload.offload.config.keys import Contradiction, Count, DeepSpeedModel, Factor, Section, Whole, each, key
 from nvme_offload.offload.errors import ConfigError
@@ -27,6 +27,7 @@ def _dtype_schema(*names: str) -> WithJsonSchema:
 
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("fp32", "bf16", "fp16")]
 HalfDType = Annotated[Literal["bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("bf16", "fp16")]
+WarmUp = Annotated[Whole, AfterValidator(lambda steps: max(1, steps))]
 
 
 class Bf16Config(DeepSpeedModel):
@@ -140,8 +141,8 @@ class SchedulerParams(Section):
     optimizer's is)."""
     warmup_min_ratio: float = key(0.0, "a number, 0..1", "same", "of lr", ge=0, le=1)
     """Learning rate at step 0 as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
-    warmup_num_steps: Count = key(1000, "a whole number, 1 or more", "same", "steps")
-    """Length of the warm-up in optimizer steps, 1 or more. All types."""
+    warmup_num_steps: WarmUp = key(1000, "a whole number, 0 or more", "same", "steps", ge=0)
+    """Length of the warm-up in optimizer steps, 0 or more; 0 counts as 1, a first step at the least rate. All types."""
     warmup_type: Literal["log", "linear"] = key("log", "one of these", "same")
     """Shape of the warm-up: the logarithm of the step, or the step. All types."""
     total_num_steps: Count | None = key(None, "a whole number, 1 or more", "same", "steps")

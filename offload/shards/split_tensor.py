@@ -221,16 +221,10 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 _FACTORIES = {
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.rand_like.default,
-    torch.ops.aten.randn_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.new_ones.default,
-    torch.ops.aten.new_full.default,
-    torch.ops.aten.new_empty_strided.default,
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
 }
 """Operators that need no data of their argument."""

@@ -64,10 +64,8 @@ class Transfer(Generic[T]):
         while True:
             if not operation.wait(timeout):
                 raise TimeoutError(f"transfer of {operation.size_bytes} bytes not done after {timeout} s")
-            failure = operation.failure
-            renewed = self._begin_again(operation) if failure else None
-            if renewed is None:
-                return self._outcome(failure)
+            if (renewed := self._begun_again(operation)) is None:
+                return self._outcome(operation.failure)
             operation = renewed
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -75,14 +73,12 @@ class Transfer(Generic[T]):
         while True:
             if not operation.done():
                 yield from _LoopWaker.of_running_loop().wait_for(operation).__await__()
-            failure = operation.failure
-            renewed = self._begin_again(operation) if failure else None
-            if renewed is None:
-                return self._outcome(failure)
+            if (renewed := self._begun_again(operation)) is None:
+                return self._outcome(operation.failure)
             operation = renewed
 
-    def _begin_again(self, lost: Operation) -> Operation | None:
-        renewed = self._again(lost)
+    def _begun_again(self, ended: Operation) -> Operation | None:
+        renewed = self._again(ended) if ended.failure else None
         if renewed is not None:
             self.operation = renewed
         return renewed

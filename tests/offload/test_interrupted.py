@@ -50,7 +50,7 @@ def in_time(call):
 
 @STRIKES
 @strided(61)
-@pytest.mark.parametrize(("name", "engine"), each_value_once([*CALLS], ["io_uring", "aiofiles"]))
+@pytest.mark.parametrize(("name", "engine"), each_value_once([*CALLS], ["auto", "aiofiles"]))
 def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "1MiB"}
     section = {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine}}

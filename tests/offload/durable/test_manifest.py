@@ -198,7 +198,7 @@ from tests.support.engine_tools import BLOCK, Memory
 
 late = FaultSpec(seed=1, delay=1.0, max_delay_us=2_000_000)
 options = EngineOptions(queue_depth=4, block_size=BLOCK, rings=1, alignment=4096, max_operations=4, faults=late)
-engine, memory = open_engine("io_uring", options).engine, Memory(BLOCK)
+engine, memory = open_engine("auto", options).engine, Memory(BLOCK)
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 write = engine.submit(Op.WRITE, [memory.segment(fd)])
 committer = Committer()

@@ -34,7 +34,7 @@ FOLLOWS = {
 }
 
 
-@pytest.fixture(params=["io_uring", "aiofiles"])
+@pytest.fixture(params=["auto", "aiofiles"])
 def staging(request, tmp_path):
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     tier = NvmeTier(
