@@ -1,6 +1,7 @@
 """Do the worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
@@ -97,7 +98,7 @@ class StepJob:
         with DeferredInterrupt() as interrupt, store.pipeline.pausing(interrupt.deliver), store.pipeline.reads_first():
             for slot in slots:
                 interrupt.deliver()
-                self._update(slot, list(ahead(self.schedule, record, store.pipeline.residents)))
+                self._update(slot, self._ahead())
         if slots:
             self._end_turn(slots[0].subgroup.block)
         return bool(slots)
@@ -141,8 +142,10 @@ class StepJob:
         While a device computes gradients, subgroups that have theirs are updated; only who has none waits for it.
         """
         store, record, source = self._store, self.record, self.source
-        order = list(ahead(self.schedule, record, store.pipeline.residents))
-        store.pipeline.advance(order)
+        order: Iterable[SlotRecord] = self._ahead()
+        if store.pipeline.pool is not None:  # else nothing is read, and nobody goes through what comes later
+            order = list(order)
+            store.pipeline.advance(order)
         if source is not None and source.take_in(record, waits=False):
             return True
 
@@ -155,11 +158,17 @@ class StepJob:
         self._update(slot, order)
         return True
 
-    def _update(self, slot: SlotRecord, order: Sequence[SlotRecord]) -> None:
+    def _ahead(self) -> Iterator[SlotRecord]:
+        return ahead(self.schedule, self.record, self._store.pipeline.residents)
+
+    def _update(self, slot: SlotRecord, order: Iterable[SlotRecord]) -> None:
         """Update a subgroup in memory and let go of its gradients. StateError: one has changed since capture."""
         record, params = self.record, {run.param for run in slot.subgroup.runs}
         record.check_grads(params)
-        read_update_write(self._store, self._meter, record, [slot, *(other for other in order if other is not slot)])
+        following: Iterator[SlotRecord] = (other for other in order if other is not slot)
+        if self._store.pipeline.pool is None:
+            following = islice(filter(record.pending.__contains__, following), 1)
+        read_update_write(self._store, self._meter, record, [slot, *following])
         try:
             record.check_grads(params)
         except BaseException:

@@ -1,6 +1,7 @@
 """Bring one subgroup's state into memory, update it together with its parameters, and write it."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,6 +14,7 @@ from nvme_offload.optim.state.condition import StepPhase
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamTable, PlacesInTable
+from nvme_offload.optim.step.schedule import LOOK_AHEAD
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.work import SubgroupStep
 
@@ -26,14 +28,15 @@ def read_update_write(
 ) -> None:
     """Do the part of a step that belongs to ``order[position]``; its write runs behind.
 
-    Subgroups that follow in `order` are read meanwhile. If `StepPipeline.acquire` or `Updater.prepare` raises, nothing
-    was updated.
+    Subgroups that follow in `order` are read meanwhile; the next one's copies come from a device. If
+    `StepPipeline.acquire` or `Updater.prepare` raises, nothing was updated.
     """
     slot, inputs = order[position], record.inputs
-    for ahead in order[position : position + 2]:
-        if ahead in record.pending:  # what is fetched of others would lack the gradients that are not final yet
-            assert ahead.updater is not None
-            ahead.updater.expect(inputs.grads)
+    # What is fetched of those that are not pending would lack gradients that are not final yet.
+    pending = filter(record.pending.__contains__, order[position : position + LOOK_AHEAD])
+    for ahead in islice(pending, 2):
+        assert ahead.updater is not None
+        ahead.updater.expect(inputs.grads)
     with recorded("nvme_offload: read"):
         memory = store.pipeline.acquire(order, position, replay=False)
     in_order, is_gathered = record.phase is not StepPhase.BEGUN, record.phase in (StepPhase.BEGUN, StepPhase.BEHIND)
