@@ -87,6 +87,7 @@ class Interrupt:
         # A collection would come at any allocation and run the finalizers of whatever the tests before left behind.
         self._collects = gc.isenabled()
         gc.disable()
+        sys._getframe().f_trace_opcodes = True  # else CPython 3.12 says nothing of opcodes in the first frames
         sys.settrace(self._on_call)
         return self
 

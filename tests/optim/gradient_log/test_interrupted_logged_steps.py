@@ -54,13 +54,15 @@ def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
 
 def test_a_log_is_not_done_twice_by_who_reads_again(pair):
     """Struck when the kernel has done it, and nobody has noted that."""
-    for number in range(4):
+    for number in count():
         pair.plain_step()
         interrupt = Interrupt(after_the_kernel(number), raise_struck)
         with contextlib.suppress(Struck), interrupt:
             pair.logged.state_dict()
-        assert interrupt.place
+        if not interrupt.place:
+            break
         check(pair, interrupt)
+    assert number > 1, "subgroups"
 
 
 def after_the_kernel(number):
