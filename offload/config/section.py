@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     GetPydanticSchema,
     PlainValidator,
@@ -73,8 +72,7 @@ from nvme_offload.offload.user_path import user_path
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608
-
-SubgroupSize = Annotated[Whole, AfterValidator(lambda value: value or _SUBGROUP_SIZE)]
+_MANY_SUBGROUPS = 64  # more only add to what each takes the host beside its update, some 0.5 ms
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False)]
@@ -254,11 +252,10 @@ class ZeroOptimizationConfig(DeepSpeedModel):
     stage: Whole = key(0, "a whole number, 0..3", "same", ge=0, le=3)
     """ZeRO stage, 0..3: what `initialize` shards over ranks is nothing (plain data parallelism), optimizer state,
     gradients too, parameters too."""
-    sub_group_size: SubgroupSize = key(
-        _SUBGROUP_SIZE, "a whole number, 0 or more", "same, default 1e9", "elements", ge=0
-    )
-    """Elements of one subgroup, 0 or more; 0 is the default. A subgroup is the unit of the optimizer's
-    read-update-write; `staging_budget` may make it smaller. 1e9 is taken for the whole number it is."""
+    sub_group_size: Whole = key(0, "a whole number, 0 or more", "same, default 1e9", "elements", ge=0)
+    """Elements of one subgroup, 0 or more. A subgroup is the unit of the optimizer's read-update-write;
+    `staging_budget` may make it smaller. 0 is 8 Mi; or, where parameters are on a GPU and no state is on NVMe, a 64th
+    of a rank's elements, 8 to 64 Mi. 1e9 is taken for the whole number it is."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     """The place of the optimizer state between steps."""
     offload_param: OffloadParamConfig = OffloadParamConfig()
@@ -268,6 +265,12 @@ class ZeroOptimizationConfig(DeepSpeedModel):
     TRANSLATED: ClassVar = ZERO_TRANSLATED
     ONLY: ClassVar = ZERO_ONLY
     REFUSED: ClassVar = ZERO_REFUSED
+
+    def max_subgroup_numel(self, numel: int, *, on_device: bool) -> int:
+        """Return the most elements of a subgroup on a rank that has so many, and whose model computes on a device."""
+        if self.sub_group_size or not on_device or self.offload_optimizer.device == "nvme":
+            return self.sub_group_size or _SUBGROUP_SIZE
+        return min(max(numel // _MANY_SUBGROUPS, _SUBGROUP_SIZE), 8 * _SUBGROUP_SIZE)
 
 
 class OffloadConfig(Section):

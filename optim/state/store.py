@@ -337,7 +337,8 @@ class StateStore(StepState):
         ]
         taken = self.host_state_bytes + sum(unit.size_bytes for unit in blocks if unit.tiers == ("host",))
         max_bytes = self._placement.max_subgroup_bytes(taken, bool(self._devices))
-        max_numel = self.config.zero_optimization.sub_group_size
+        numel, on_device = sum(place.numel for place in places), is_device(self.table.device)
+        max_numel = self.config.zero_optimization.max_subgroup_numel(numel, on_device=on_device)
         for place in places:
             itemsize = sealed_itemsize if self.durability.takes_all else state_itemsize
             needed = place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)

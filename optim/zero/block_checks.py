@@ -107,7 +107,10 @@ def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *,
     units, page = account.blocks(), mmap.PAGESIZE
     in_memory = sum(unit.size_bytes for unit in units if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(in_memory, with_mirrors)
-    subgroups = plan_subgroups(account.places(), max_bytes, config.zero_optimization.sub_group_size)
+    places = account.places()
+    numel = sum(place.numel for place in places)
+    max_numel = config.zero_optimization.max_subgroup_numel(numel, on_device=account.on_device)
+    subgroups = plan_subgroups(places, max_bytes, max_numel)
     largest = max((subgroup.size_bytes for subgroup in subgroups), default=0)
     is_staged = config.zero_optimization.offload_optimizer.device == "nvme"
     num_buffers = placement.num_buffers(subgroups, may_stay=True) if is_staged else 0

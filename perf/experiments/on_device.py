@@ -35,22 +35,19 @@ _WARM_UP = 3
 _COPIED_BYTES = 512 << 20
 _UPDATED = 64_000_000  # parameters
 
-_UNCLIPPED = {"gradient_clipping": 0.0, "skip_non_finite": False, "overlap_step": "backward"}
-ON_DEVICE = "state on the device"
+ON_DEVICE, _STEPS = "state on the device", "gradient_accumulation_steps"
 CASES: dict[str, dict[str, Any]] = {
     "state in host memory, off": {"overlap_step": "off"},
     "state in host memory": {},
-    "state in host memory, backward": _UNCLIPPED,
+    "state in host memory, backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
     "state and gradients in host memory": {"grads": "cpu"},
     "all in host memory": {"grads": "cpu", "params": "cpu"},
     ON_DEVICE: {"device_budget": "1TiB"},
     "state on NVMe, off": {"state": "nvme", "overlap_step": "off"},
     "state on NVMe": {"state": "nvme"},
     "all on NVMe": {"state": "nvme", "grads": "nvme", "params": "nvme"},
-    "all on NVMe, 4 micro-batches": {
-        "state": "nvme", "grads": "nvme", "params": "nvme", "gradient_accumulation_steps": 4,
-    },
-}  # fmt: skip
+    "all on NVMe, 4 micro-batches": {"state": "nvme", "grads": "nvme", "params": "nvme", _STEPS: 4},
+}
 """A run keeps its state, gradients and parameters there; beside them the rest of its section; by name."""
 
 
@@ -113,14 +110,9 @@ class Bench:
         with initialize(model, section_of(name, self.path)) as engine:
             del model
             micro_batches = [batch] * engine.gradient_accumulation_steps
-
-            def compute() -> None:
-                engine.accumulate(lambda batch: engine(batch).float().square().mean(), micro_batches)
-
+            compute = partial(engine.accumulate, lambda batch: engine(batch).float().square().mean(), micro_batches)
             seconds = self._seconds(compute, engine.step, engine.optimizer.synchronize)
-            stats = engine.optimizer.stats()
-        early = stats.updates_in_backward / (stats.updates_in_backward + stats.updates_behind or 1)
-        return self._row(name, seconds, self._planned(section_of(name, self.path)), early)
+        return self._row(name, seconds, self._planned(section_of(name, self.path)))
 
     def _seconds(self, compute: Any, step: Any, settle: Any) -> dict[str, float]:
         """Return seconds of computing alone, of `step` alone as the host sees it, and of an iteration in a row."""
@@ -136,12 +128,12 @@ class Bench:
             computed = time.perf_counter()
             step()
             moments.append((computed - began, time.perf_counter() - computed))
-        settle(), wait()
+        wait()  # not for updates behind the step: the row ends with as many as it begins with
         began = time.perf_counter()
         for _ in range(self.count):
             compute()
             step()
-        settle(), wait()
+        wait()
         whole = (time.perf_counter() - began) / self.count
         computing, stepping = (median(each) for each in zip(*moments, strict=True))
         return {"iteration": whole, "computing": computing, "in step()": stepping}
@@ -156,7 +148,7 @@ class Bench:
         time = predict(job, Machine(host_memory=1024 * GiB, device_memory=memory, drives=drives, **rates)).time
         return None if time is None else time.seconds
 
-    def _row(self, name: str, seconds: dict[str, float], plan: float | None = None, early: float = 0.0) -> Row:
+    def _row(self, name: str, seconds: dict[str, float], plan: float | None = None) -> Row:
         peak = None
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device)
@@ -168,7 +160,7 @@ class Bench:
         quotient = f"{seconds['iteration'] / plan:.2f}" if plan else ""
         shown |= {"plan s": f"{plan:.3f}" if plan else "", "quotient": quotient}
         shown |= {"device GiB": f"{peak / GiB:.2f}" if peak else ""}
-        return Row(shown, {**seconds, "plan": plan, "updated_in_backward": early, "device_bytes": peak})
+        return Row(shown, {**seconds, "plan": plan, "device_bytes": peak})
 
 
 def _update_rate() -> float:

@@ -221,8 +221,9 @@ class PlacedJob:
             placement.check_whole(place.rule, place.numel * size_of(form, place.rule.states), what)
         state_bytes = max(size_of(form, rule.states) for rule in {place.rule for place in places})
         itemsize = max(state_bytes + logged, 1)  # none at all: as many elements as one may have
-        max_numel = self.job.config.zero_optimization.sub_group_size
-        pieces = sum(place.numel for place in places) // max(1, min(max_bytes // itemsize, max_numel))
+        numel = sum(place.numel for place in places)
+        max_numel = self.job.config.zero_optimization.max_subgroup_numel(numel, on_device=self.on_device)
+        pieces = numel // max(1, min(max_bytes // itemsize, max_numel))
         coarser = 1 + pieces // MAX_SUBGROUPS
         sealed = self.kept is not None
         subgroups = plan_subgroups(places, max_bytes * coarser, max_numel * coarser, sealed=sealed)

@@ -142,6 +142,17 @@ def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, mo
     assert mirror.size_bytes > before
 
 
+@pytest.mark.parametrize(("device", "state", "number"), [("late", "cpu", 4), ("cpu", "cpu", 16), ("late", "nvme", 16)])
+def test_left_out_subgroups_are_few_where_each_keeps_a_device_waiting(
+    make_adamw, late, monkeypatch, device, state, number
+):
+    monkeypatch.setattr("nvme_offload.offload.config.section._SUBGROUP_SIZE", 65536)
+    monkeypatch.setattr("nvme_offload.offload.config.section._MANY_SUBGROUPS", 4)
+    optimizer = make_adamw([torch.nn.Parameter(torch.zeros(16 * 65536).to(device))], state, sub_group_size=0)
+    optimizer.place()
+    assert optimizer.stats().num_subgroups == number
+
+
 def test_of_three_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
     first = Mock()
     monkeypatch.setattr(
