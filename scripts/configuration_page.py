@@ -18,9 +18,9 @@ from nvme_offload.offload.units import format_bytes
 _INTRODUCTION = """\
 # Configuration
 
-This page is generated from the models in `offload/config`; do not edit it. After a change there run
-`python -m scripts.configuration_page > docs/configuration.md`, and the same with `--schema` for
-`docs/configuration.schema.json`, the JSON schema that editors use to check and complete a file.
+All keys of the section. "DeepSpeed: same" behind a meaning says that DeepSpeed has the key, too.
+Editors check and complete a file by `docs/configuration.schema.json`. Both are made from the models
+in `offload/config`; do not edit them.
 
 ## Usage
 
@@ -33,7 +33,11 @@ config = OffloadConfig.from_file("offload.json")  # or .toml, or OffloadConfig.f
 ```json
 {
   "zero_optimization": {
-    "offload_optimizer": {"device": "nvme", "nvme_path": ["/mnt/nvme0", "/mnt/nvme1"], "staging_budget": "1GiB"}
+    "offload_optimizer": {
+      "device": "nvme",
+      "nvme_path": ["/mnt/nvme0", "/mnt/nvme1"],
+      "staging_budget": "1GiB"
+    }
   },
   "aio": {"block_size": "1MiB", "queue_depth": 32, "path_weights": [2, 1]},
   "gradient_clipping": 1.0
@@ -138,9 +142,8 @@ _REFUSED = """\
 | Key | What to do |
 |---|---|"""
 _TABLE = """\
-| Key | Type | Unit | Range | Default | In DeepSpeed | Meaning |
-|---|---|---|---|---|---|---|"""
-_TYPES = {"string": "path", "integer": "whole number", "number": "number", "boolean": "true or false"}
+| Key | Default | Values | Meaning |
+|---|---|---|---|"""
 
 
 def json_schema() -> dict[str, Any]:
@@ -159,7 +162,7 @@ def _lines() -> Iterator[str]:
     yield _INTRODUCTION
     for prefix, model in sections(OffloadConfig):
         yield f"## {f'`{prefix[:-1]}`' if prefix else 'Top level'}\n\n{model.__doc__}\n\n{_TABLE}"
-        yield from _rows(prefix, model)
+        yield from _rows(model)
         yield ""
         if model is OptimizerParams:
             yield _BY_TYPE
@@ -188,24 +191,25 @@ def _grouped(prefix: str, table: Mapping[str, str]) -> Iterator[str]:
         yield f"| {keys} | {text} |"
 
 
-def _rows(prefix: str, model: type[Section]) -> Iterator[str]:
+def _rows(model: type[Section]) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         entry = plain(properties[name])
         meaning = " ".join((field.description or "").split())
         if "$ref" in entry:
-            yield f"| `{prefix}{name}` | section | | | | same | {meaning} |"
+            yield f"| `{name}` | | section | {meaning} (DeepSpeed: same) |"
             continue
-        cells = (
-            f"`{prefix}{name}`",
-            _kind(entry),
-            entry["x-unit"],
-            " or ".join([bounds(entry), *(f"`{word}`" for word in entry.get("x-words", ()))]),
-            f"`{entry['x-default']}`",
-            entry["x-deepspeed"] or "-",
-            meaning,
-        )
-        yield f"| {' | '.join(cells)} |"
+        if entry["x-deepspeed"]:
+            meaning += f" (DeepSpeed: {entry['x-deepspeed']})"
+        yield f"| `{name}` | `{entry['x-default']}` | {_values(entry)} | {meaning} |"
+
+
+def _values(entry: dict[str, Any]) -> str:
+    """What may be written for a key, and in brackets its unit."""
+    unit = entry["x-unit"]
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
+    return entry["x-write"] + (f" ({unit})" if unit and not unit.startswith("bytes") else "")
 
 
 def plain(entry: dict[str, Any]) -> dict[str, Any]:
@@ -213,23 +217,8 @@ def plain(entry: dict[str, Any]) -> dict[str, Any]:
     return entry | entry["anyOf"][0] if "anyOf" in entry else entry
 
 
-def _kind(entry: dict[str, Any]) -> str:
-    if "enum" in entry:
-        return "choice"
-    if entry["x-unit"].startswith("bytes"):
-        return str(entry["x-unit"])
-    if entry["type"] == "array":
-        items = entry.get("items") or entry["prefixItems"][0]
-        return f"list of {items.get('type', 'section')}s"
-    if isinstance(entry["type"], str):
-        return _TYPES[entry["type"]]
-    return "true, false or a name" if "boolean" in entry["type"] else "path or list of paths"
-
-
 def bounds(entry: dict[str, Any]) -> str:
-    """The range of a key, from the constraints in its JSON schema."""
-    if "enum" in entry:
-        return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
+    """The range of a key, from the constraints in its JSON schema: its texts must have it."""
     show = format_bytes if entry["x-unit"] == "bytes" else str
     low, high, step = (entry.get(key) for key in ("minimum", "maximum", "multipleOf"))
     text = "" if low is None else f"{show(low)} or more" if high is None else f"{show(low)}..{show(high)}"

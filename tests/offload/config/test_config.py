@@ -359,8 +359,12 @@ def test_committed_page_and_schema_are_the_generated_ones():
 
 def test_page_lists_every_key():
     """The page has our keys and DeepSpeed's."""
-    rows = [line.split(" | ")[0] for line in configuration_page.page().splitlines() if line.startswith("| `")]
-    listed = [name.strip("`").split(": ")[0] for row in rows for name in re.findall(r"`[^`]+`", row)]
+    prefix, listed = "", []
+    for line in configuration_page.page().splitlines():
+        if line.startswith("## "):
+            prefix = f"{line[4:-1]}." if line.startswith("## `") else ""
+        elif line.startswith("| `"):
+            listed += [prefix + name.split(": ")[0] for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
     tables = [(*m.model_fields, *m.IGNORED, *m.ONLY, *m.REFUSED) for _, m in sections(OffloadConfig)]
     keys = [prefix + name for (prefix, _), names in zip(sections(OffloadConfig), tables, strict=True) for name in names]
     assert {*keys, *ALL_KEYS} <= set(listed)
