@@ -1,4 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv with pinned packages and the native modules built.
+export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0

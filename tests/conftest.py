@@ -29,6 +29,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# To look for garbage in all of torch takes a long time: not while it is imported, and later in what tests make alone.
+gc.disable()
+
 # A shell that starts the suite in the background has it ignore Ctrl-C, and children inherit that. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,18 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=_needs_quiet, reverse=True)
 
 
-def pytest_collection_finish() -> None:
-    """From here on a collection looks at what tests have made, and not at all of torch, which takes it a long time."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
     """A worker has imported all that its children need, and pytest does not yet look at what is said: fork here.
 
     Where there are no workers, torch may have several threads already, which a fork would not have.
     """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
     if _is_worker(session.config):
         from tests.support.forked import fork_here  # not before OMP_WAIT_POLICY is set
 
