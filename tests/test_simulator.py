@@ -5,16 +5,16 @@ To run others: ``python -m tests.support.simulator 17``, or ``20000:40000 --work
 
 import json
 import logging
-import os
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+import torch
 
+from tests.support.forked import run_code
 from tests.support.simulator.mutations import MUTATIONS
 
-ROOT = Path(__file__).parents[1]
+SIMULATED = "import sys; from tests.support.simulator.__main__ import main; sys.exit(main())"
 NUM_SEEDS = 20_000
 NUM_SEEDS_BY_DEFAULT = 12  # as many as take a processor three seconds
 FIRST_SEED_BY_DEFAULT = 1_000_000  # seeds that the long run does not have
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def simulated(*arguments):
     """What came of a run in a process of its own: numbers of seeds, seconds, violations by seed."""
-    command = [sys.executable, "-m", "tests.support.simulator", *arguments, "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run_code(SIMULATED, [*arguments, "--json"], 3600, partial(torch.set_num_threads, 1))
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
