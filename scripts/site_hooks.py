@@ -4,6 +4,7 @@ The pages in docs/ are read in a checkout as they are; what only the site needs 
 """
 
 import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -42,6 +43,7 @@ def public_names() -> dict[str, list[str]]:
     return pages
 
 
+@functools.cache
 def source_url() -> str:
     """Where the source is browsed, from the project's metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

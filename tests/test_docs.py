@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import doctest
+import functools
 import io
 import json
 import os
@@ -62,6 +63,7 @@ def claims(page):
             yield (page.parent / match["target"]).resolve(), name
 
 
+@functools.cache
 def defined_in_python(path):
     """Dotted names of classes, functions and assigned names."""
     names = set()
