@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
@@ -16,6 +14,7 @@ import torch.distributed as dist
 import nvme_offload
 from nvme_offload import adapters, aio_native
 from nvme_offload.offload import errors
+from tests.support.training import run_child
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "docs").rglob
@@ -36,6 +35,8 @@ def test_adapters():
 def test_an_adapter_says_which_package_it_needs():
     code = """
 import sys
+for name in [name for name in sys.modules if name == "nvme_offload" or "adapters" in name]:
+    del sys.modules[name]
 sys.modules["lightning"] = sys.modules["transformers"] = None
 import nvme_offload
 for name in ("OffloadLightningCallback", "OffloadTrainer", "OffloadTrainerCallback"):
@@ -44,8 +45,7 @@ for name in ("OffloadLightningCallback", "OffloadTrainer", "OffloadTrainerCallba
     except ImportError as error:
         sys.stdout.write(f"{error}; ")
 """
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert said == (
+    assert run_child(code) == (
         "OffloadLightningCallback needs lightning: pip install lightning; "
         "OffloadTrainer needs transformers, accelerate: pip install transformers accelerate; "
         "OffloadTrainerCallback needs transformers: pip install transformers; "
