@@ -44,9 +44,9 @@ def train(rank, mode, number):
         train_step(engine, step, rank)
     if "background" in mode:
         engine.save_checkpoint(f"{folder}/saved{number}", background=True)
-    if "watched" in mode:
-        threading.Thread(target=watch, args=(engine.optimizer,), daemon=True).start()
     train_step(engine, 2, rank)
+    if "watched" in mode:  # not before: it takes a processor
+        threading.Thread(target=watch, args=(engine.optimizer,), daemon=True).start()
     dist.destroy_process_group()
     return engine
 
