@@ -3,13 +3,13 @@
 import random
 import warnings
 import weakref
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
-from nvme_offload.optim.step.schedule import Behind
 from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
 from tests.support.pairs import each_value_once
 from tests.support.sharded_model import GOES_ON, assert_same, full_state
@@ -134,8 +134,9 @@ def test_step_returns_before_the_updates_which_keep_the_gradients(alone, tmp_pat
 
 
 def test_nobody_goes_through_what_comes_later_where_nothing_is_read(alone, tmp_path, monkeypatch):
-    looked_at, all_of = [], Behind.upcoming
-    monkeypatch.setattr(Behind, "upcoming", lambda *own: (looked_at.append(it) or it for it in all_of(*own)))
+    upcoming = "nvme_offload.optim.step.schedule.Behind.upcoming"
+    looked_at, all_of = [], resolve_name(upcoming)
+    monkeypatch.setattr(upcoming, lambda *own: (looked_at.append(it) or it for it in all_of(*own)))
     with make(config_of(tmp_path, "forward", state="cpu", accumulation=1), num_layers=8, width=129) as engine:
         train_step(engine, 0)
         engine.optimizer.synchronize()
