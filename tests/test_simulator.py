@@ -23,9 +23,7 @@ QUICKLY_FOUND = {"buffer released early": "swapper", "skipped fsync": "checkpoin
 """Mutations that few seeds of a subject are enough for: the simulator can fail."""
 
 logger = logging.getLogger(__name__)
-pytestmark = pytest.mark.skipif(
-    sys.version_info[:2] == (3, 12), reason="CPython 3.12 crashes where opcodes of several threads are traced"
-)
+pytestmark = pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="its tracer of opcodes crashes with threads")
 
 
 def simulated(*arguments):

@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from tests.support.sandbox import needs_mounts
-from tests.support.swapper_tools import (
-    PATIENCE,
-    PRELUDE,
-    MiB,
-    random_bits,
-    run_with_swapper,
-    same_bits,
-    swap_file,
-)
+from tests.support.swapper_tools import PATIENCE, PRELUDE, MiB, random_bits, run_with_swapper, same_bits, swap_file
 from tests.support.training import run_child
 
 

@@ -57,11 +57,7 @@ def test_the_bits_do_not_depend_on_the_budget_and_the_traffic_falls_with_it(alon
     must, may = plan_of(tmp_path, num_layers=LAYERS)
     params, grads, state = may.values()
     written_in_all = []
-    for more, whole in (
-        (0, set()),
-        (params + grads // 2, {"parameters"}),
-        (params + grads + state, set(KINDS)),
-    ):
+    for more, whole in ((0, set()), (params + grads // 2, {"parameters"}), (params + grads + state, set(KINDS))):
         found, its_norms, plan, stats, moved = run(budgeted(tmp_path, must + more))
         assert_same(found, wanted)
         assert its_norms == norms

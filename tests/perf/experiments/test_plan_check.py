@@ -34,9 +34,3 @@ def test_an_iteration_beside_its_plan(alone, tmp_path, monkeypatch):
     assert one["time_ratio"] > 0
     assert len(one["measured_seconds"]) == plan_check.ROUNDS * plan_check.MEASURED_STEPS
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="KeyError: 'fp64'"):
-        plan_check.memory_of(tmp_path, memory_case("fp64", 1))

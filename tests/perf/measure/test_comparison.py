@@ -43,7 +43,6 @@ def test_quotient_finds_the_truth_in_the_noise():
     assert low < 0.95 < high
     assert high - low < 0.2
     assert low <= found.quotient <= high
-    assert found.interval == found.interval
 
 
 def test_the_control_takes_the_luck_of_the_minute_out():
