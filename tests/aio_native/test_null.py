@@ -12,6 +12,8 @@ from tests.support.engine_conformance import EngineConformance
 
 OPTIONS = EngineOptions(queue_depth=8, block_size=2**20, rings=1, alignment=4096, max_operations=8)
 SEGMENT = Segment(0, 0, 0, 2**30)
+ZEROS = {"alignment": [0], "max_operations": [0]}
+OUT_OF_RANGE = ZEROS | {"queue_depth": [0, 4097], "rings": [0, 65], "block_size": [0, 2**31, 4096 + 512]}
 
 
 class TestNullEngine(EngineConformance):
@@ -19,24 +21,11 @@ class TestNullEngine(EngineConformance):
     moves_data = False
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"queue_depth": 0},
-        {"queue_depth": 4097},
-        {"rings": 0},
-        {"rings": 65},
-        {"block_size": 0},
-        {"block_size": 2**31},
-        {"block_size": 4096 + 512},
-        {"alignment": 0},
-        {"max_operations": 0},
-    ],
-)
-def test_options_out_of_range_are_named(wrong):
-    (name,) = wrong
-    with pytest.raises(ValueError, match=name):
-        NullEngine(dataclasses.replace(OPTIONS, **wrong))
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_options_out_of_range_are_named(name):
+    for value in OUT_OF_RANGE[name]:
+        with pytest.raises(ValueError, match=name):
+            NullEngine(dataclasses.replace(OPTIONS, **{name: value}))
 
 
 def test_stats_can_be_read_after_closing():
