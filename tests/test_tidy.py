@@ -111,15 +111,17 @@ def said_by(rule, path):
     return None
 
 
+@functools.cache
 def imported_modules(tree):
     """Dotted names of modules; of what is imported from a package both the package and the name in it."""
+    found = []
     for node in nodes_of(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import; write it from {FACE} down"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def imported_packages(tree):
@@ -209,9 +211,7 @@ def test_a_step_rests_on_few_modules():
 
 
 def types_only(tree):
-    return any(
-        isinstance(node, ast.Name | ast.Attribute) and "TYPE_CHECKING" in ast.dump(node) for node in nodes_of(tree)
-    )
+    return any("TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in nodes_of(tree))
 
 
 def private_attributes_of_others(tree):
