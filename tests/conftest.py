@@ -155,3 +155,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    """A folder for swap files."""
+    path = tmp_path / "drive"
+    path.mkdir()
+    return path

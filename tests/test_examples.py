@@ -30,13 +30,6 @@ SIZES = {
 STEPS = 8
 
 
-@pytest.fixture
-def drive(tmp_path):
-    path = tmp_path / "drive"
-    path.mkdir()
-    return path
-
-
 def run(script, *arguments, folder):
     """Return what the script printed, without a launcher; it must end with 0."""
     return run_child(CODE, folder, EXAMPLES / script, *arguments)

@@ -1,6 +1,8 @@
 """The repeated layers of a model, each computed once more in backward from its input."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nvme_offload.offload._torch_private import replace_calls, tree_flatten, tree_unflatten
+from nvme_offload.offload.activations.buffers import Buffers
 
 _PLAIN = (int, float, complex, bool, str, torch.Tensor, torch.dtype, torch.device, torch.Size)
 """A block may be given these, beside None and tuples, lists and dicts of these: nothing that a second call changes."""
@@ -48,20 +51,24 @@ def checkpoint_calls(
     blocks: Sequence[nn.Module],
     is_wanted: Callable[[], bool],
     contexts: Callable[[], tuple[Any, Any]] = noop_context_fn,
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Checkpoint each call of a block while `is_wanted()`; returns a function that undoes it.
 
     It is not wanted within a checkpoint, for example: nothing is computed three times. `contexts` makes what a forward
-    runs in, and what its repetition does.
+    runs in, and what its repetition does. A block that changes its buffers is repeated on copies of them as they were.
     """
+    leaving: set[tuple[nn.Module, tuple[bool, ...]]] = set()  # blocks that leave their buffers as they are, by modes
 
-    def call(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(block: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and is_wanted()):
             return inner(*args, **kwargs)
         leaves, layout = tree_flatten((args, kwargs))
         _check_arguments(leaves)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[place] for place in places]
+        kind = block, tuple(module.training for module in block.modules())
+        before = None if kind in leaving else Buffers(block.named_modules())
+        changed: list[Buffers] = []
         for place in places:
             leaves[place] = None  # what is computed again gets them from who saved them, and nobody else has them
 
@@ -70,11 +77,18 @@ def checkpoint_calls(
             for place, tensor in zip(places, tensors, strict=True):
                 given[place] = tensor
             args, kwargs = tree_unflatten(given, layout)
-            return inner(*args, **kwargs)
+            with changed[0].standing_in() if changed else nullcontext():
+                return inner(*args, **kwargs)
 
-        return checkpoint(again, *tensors, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(again, *tensors, use_reentrant=False, context_fn=contexts)
+        if before is not None and before.changed():
+            changed.append(before)
+        else:
+            leaving.add(kind)
+        return output
 
-    return replace_calls(blocks, call)
+    undo = [replace_calls([block], partial(call, block)) for block in blocks]
+    return lambda: [each() for each in undo]
 
 
 def _check_arguments(leaves: Sequence[object]) -> None:

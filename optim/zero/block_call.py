@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
+from nvme_offload.offload.activations.buffers import Buffers
 from nvme_offload.offload.devices.device import autocast_dtype, is_host
 from nvme_offload.offload.errors import BlockOrderError
 
@@ -131,15 +132,18 @@ class BlockCall:
         leaves = [
             leaf.detach().requires_grad_() if at in self._sources else leaf for at, leaf in enumerate(self._leaves)
         ]
-        watched = [("an argument", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        watched += [(f"its buffer {name}", buffer) for name, buffer in self.block.named_buffers()] if looks else []
-        versions = [version_of(tensor) for _, tensor in watched]
+        watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in watched]
+        buffers = Buffers(self.block.named_modules() if looks else ())
         before = random_states(self._device)
         output = self._compute(leaves)
         if any(not torch.equal(*pair) for pair in zip(before, random_states(self._device), strict=True)):
             self._random = before
-        if changed := [what for (what, one), then in zip(watched, versions, strict=True) if version_of(one) != then]:
-            raise self._refusal(f"changes {changed[0]}, and would do so twice")
+        if changed := buffers.changed():
+            buffers.put_back()
+            raise self._refusal(f"changes its buffer {changed}, and would do so twice")
+        if versions != [version_of(tensor) for tensor in watched]:
+            raise self._refusal("changes an argument, and would do so twice")
         given, layout = tree_flatten(output)
         self._check_leaves(given, "gives")
         if not self.is_trained:

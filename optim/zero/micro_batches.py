@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
+from nvme_offload.offload.activations.buffers import Buffers
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of
 from nvme_offload.offload.errors import BlockOrderError
@@ -72,9 +73,12 @@ class MicroBatches:
             return None
         device = current_of(self._mesh.device_type)
         states = random_states(device)
+        inside = {module for layer in self._layers for module in layer.modules()}
+        buffers = Buffers(pair for pair in self._root.named_modules() if pair[1] not in inside)
         try:
             return self._block_by_block(step, device)
         except BlockOrderError as error:
+            buffers.put_back()
             if self._is_asked or not self._passes.can_go_on:
                 error.add_note('micro_batch_order = "horizontal" computes the model as it is')
                 raise

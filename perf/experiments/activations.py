@@ -1,9 +1,8 @@
 """Memory at the peak and time of an iteration, with what forwards save in memory, computed again, and on a drive."""
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,21 +13,13 @@ import typer
 
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.activations.blocks import checkpoint_calls
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
-from nvme_offload.offload.units import GB, GiB, MiB
-from nvme_offload.perf.experiments.plan_check import drive_rates
+from nvme_offload.offload.units import MiB
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import Case, Comparison
+from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.gpt import VOCABULARY, ByteGPT, ModelSize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
-from nvme_offload.perf.measure.sections import section
-from nvme_offload.perf.plan.machine import Drives, Machine
-from nvme_offload.perf.plan.placing import Job
-from nvme_offload.perf.plan.prediction import predict
-from nvme_offload.perf.plan.shape import ModelShape
 
 Way = Literal["plain", "checkpointing", "boundaries", "attention", "all"]
 WAYS: tuple[Way, ...] = ("plain", "checkpointing", "boundaries", "attention", "all")
@@ -38,10 +29,6 @@ BUDGETS = {"boundaries": 4, "attention": 16, "all": 48}
 """The drive gets what is beyond so many inputs of layers: what two layers keep or more, so that reads can be ahead."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc give memory back as soon as it is free; else what it keeps for later hides what is in use."""
-NO_UPDATE = 1e18  # parameters per second: there is no optimizer
-COPIED_BYTES = 256 * MiB  # more than caches hold
-COPYING_ROUNDS = 3
-SHORTEST = 1e-3  # second; where less is lost, copies cost nothing
 ITERATIONS = 2  # iterations whose peak counts, after one that does not
 
 activations = typer.Typer(
@@ -177,66 +164,6 @@ def iterations(
         for one in of.values():
             one.seconds()
         cases = [Case(name=way, ours=of[way].seconds, reference=of["checkpointing"].seconds) for way in WAYS[2:]]
-        copying = copy_rate(of["checkpointing"].seconds, input_bytes(width, context), Path(folder))
-        rates = {**drive_rates(path), "copies beside computing": copying}
         compared = (found for case in cases for found in case.measure(quads))
-
-        def with_plan(found: list[Comparison]) -> list[str]:
-            said = ", ".join(f"{rw} {rate / GB:.2f} GB/s" for rw, rate in rates.items())
-            return [*notes, f"rates: {said}"] + [
-                f"{one.name}: the plan says {said:.2f} of checkpointing, measured {one.quotient:.2f}"
-                for one in found
-                for said in [planned(one, layers, width, context, rates)]
-            ]
-
         title = "Activations: iterations beside plain checkpointing"
-        run_experiment("activations-iterations", title, compared, with_plan, path=path, save_to=save_to)
-
-
-def copy_rate(seconds: Callable[[], float], tensor_bytes: int, path: Path) -> float:
-    """Measure what a swapper's copies cost who computes beside them: bytes copied for each second that is lost."""
-    tensors = {str(index): torch.ones(tensor_bytes, dtype=torch.uint8) for index in range(COPIED_BYTES // tensor_bytes)}
-    lost = copied = 0.0
-
-    def copy(swapper: TensorSwapper, enough: threading.Event) -> None:
-        while not enough.is_set():
-            for name, tensor in tensors.items():
-                swapper.swap_out(name, tensor)
-            for transfer in [swapper.swap_in(name) for name in tensors]:
-                transfer.wait()
-
-    def bytes_copied(swapper: TensorSwapper) -> int:
-        stats = swapper.stats()
-        return stats.bytes_read + stats.bytes_written
-
-    with TensorSwapper(section(path)) as swapper:
-        for _ in range(COPYING_ROUNDS):
-            lost -= seconds()
-            copying = threading.Thread(target=copy, args=(swapper, enough := threading.Event()))
-            copying.start()
-            before = bytes_copied(swapper)
-            lost += seconds()
-            copied += bytes_copied(swapper) - before
-            enough.set()
-            copying.join()
-    return copied / max(lost, SHORTEST)
-
-
-def planned(measured: Comparison, layers: int, width: int, context: int, rates: Mapping[str, float]) -> float:
-    """Return an iteration as the plan says, over one with checkpointing, which is as fast as it was measured."""
-    shape = ModelShape.of_numbers(12 * layers * width**2, layers, width)
-
-    def seconds(place: Mapping[str, Any], flops: float) -> float:
-        config = OffloadConfig.from_dict({"activations": place})
-        job = Job(shape=shape, config=config, tokens=context, checkpointing=True, sequence=context)
-        drives = Drives.of_rates(rates["read"], rates["write"], rates["mixed"])
-        copies = rates["copies beside computing"]
-        machine = Machine(host_memory=GiB, drives=drives, flops=flops, update_rate=NO_UPDATE, copy_rate=copies)
-        time = predict(job, machine).time
-        assert time is not None
-        return time.seconds
-
-    _, checkpointing = measured.medians
-    flops = seconds({}, 1.0) / checkpointing
-    place = {"keep": measured.name, "device": "nvme", "nvme_path": "/"}
-    return seconds({**place, "host_budget": budget_bytes(measured.name, width, context)}, flops) / checkpointing
+        run_experiment("activations-iterations", title, compared, lambda found: notes, path=path, save_to=save_to)

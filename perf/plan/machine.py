@@ -13,8 +13,8 @@ UPDATE_RATE = 1e9
 """Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
 
 COPY_RATE = 3e9
-"""Bytes per second that a thread copies to staging buffers or back, about what `experiments activations iterations`
-measures beside computing on two cores."""
+"""Bytes per second that a thread copies to staging buffers or back, measured beside computing on two cores (in
+`perf/results/2026-11-26T022603Z-activations-iterations.md`)."""
 
 
 class MachineError(ValueError):

@@ -15,14 +15,6 @@ MakeAdamW = Callable[..., OffloadAdamW]
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Path:
-    """A folder for swap files."""
-    path = tmp_path / "drive"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def make_adamw(drive: Path) -> Iterator[MakeAdamW]:
     """``make_adamw(params, device="nvme", **section and AdamW arguments)``."""
     with contextlib.ExitStack() as on_exit:

@@ -25,9 +25,9 @@ def section(path, keep="all", **more):
 class Layers(nn.Module):
     """Layers beside a stream: what each saves is the stream, and what it makes of it."""
 
-    def __init__(self, depth=8, *, dropout=0.0, inplace=False, checkpointed=None):
+    def __init__(self, depth=8, *, dropout=0.0, inplace=False, checkpointed=None, layer=None):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(dropout, inplace) for _ in range(depth))
+        self.layers = nn.ModuleList((layer or Layer)(dropout, inplace) for _ in range(depth))
         self.checkpointed = checkpointed
 
     def forward(self, x):
@@ -48,6 +48,19 @@ class Layer(nn.Module):
 
     def forward(self, x):
         return x + self.dropout(self.out(self.activation(self.linear(x))))
+
+
+class Counting(Layer):
+    """It changes its buffers, in place and by others, and its result depends on them."""
+
+    def __init__(self, dropout, inplace):
+        super().__init__(dropout, inplace)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + x.detach().mean()
+        return super().forward(self.norm(x)) * self.mean
 
 
 class Attending(nn.Module):
@@ -90,7 +103,7 @@ def train_once(model, saving):
 
 
 def gradients(make, body, *open_swapper):
-    """What `body(model, saving)` leaves in the gradients, or the error of torch's it ends with, and the statistics."""
+    """Gradients and buffers that `body(model, saving)` leaves, or torch's error that it ends with, and statistics."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(1)
@@ -98,7 +111,7 @@ def gradients(make, body, *open_swapper):
         swapper = stack.enter_context(open_swapper[0](model)) if open_swapper else None
         try:
             body(model, swapper.saving if swapper else contextlib.nullcontext)
-            found = {name: param.grad for name, param in model.named_parameters()}
+            found = {name: param.grad for name, param in model.named_parameters()} | dict(model.named_buffers())
         except RuntimeError as error:
             found = str(error)
         return found, swapper.stats() if swapper else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.ranks import start_ranks
+from tests.support.sandbox import check
 
 _NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
 _BIND, _REC, _PRIVATE = 4096, 0x4000, 0x40000
@@ -71,11 +72,11 @@ class _Entry:
     def __call__(self):
         for path in self.namespaces:
             with open(path) as namespace:
-                _check(_libc.setns(namespace.fileno(), 0), path)
-        _check(_libc.unshare(_NEWNS), "unshare")
-        _check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_REC | _PRIVATE), None), "mount --make-rprivate /")
+                check(_libc.setns(namespace.fileno(), 0), path)
+        check(_libc.unshare(_NEWNS), "unshare")
+        check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_REC | _PRIVATE), None), "mount --make-rprivate /")
         for point, folder in self.mounts.items():
-            _check(_libc.mount(os.fsencode(folder), os.fsencode(point), None, ctypes.c_ulong(_BIND), None), str(point))
+            check(_libc.mount(os.fsencode(folder), os.fsencode(point), None, ctypes.c_ulong(_BIND), None), str(point))
 
 
 class _Network:
@@ -104,7 +105,7 @@ class _Network:
 
         def make():
             try:
-                _check(_libc.unshare(_NEWNET | _NEWUTS), "unshare")
+                check(_libc.unshare(_NEWNET | _NEWUTS), "unshare")
                 socket.sethostname(name)
                 for kind in ("net", "uts"):
                     number = os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
@@ -125,9 +126,3 @@ class _Network:
 def _run(*commands):
     for command in commands:
         subprocess.run(command.split(), check=True, capture_output=True, text=True)
-
-
-def _check(result, what):
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), what)

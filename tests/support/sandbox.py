@@ -82,30 +82,30 @@ def _confine(calls: Sequence[str], ordinary_user: bool, memlock_bytes: int | Non
 def _mount(file_systems: Mapping[Path, str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
-    _check(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if user else 0)), "unshare")
+    check(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if user else 0)), "unshare")
     if user:
         for name, content in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path("/proc/self", name).write_text(content)
     recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of what follows reaches other processes
-    _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None), "mount --make-rprivate /")
+    check(libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None), "mount --make-rprivate /")
     for directory, kind in file_systems.items():
         name, _, options = kind.partition(",")  # as "tmpfs,size=1m"
         data = ",".join(filter(None, ("mode=1777", options))).encode()
-        _check(
+        check(
             libc.mount(name.encode(), os.fsencode(directory), name.encode(), ctypes.c_ulong(0), data), f"mount {kind}"
         )
 
 
 def _become_nobody() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "PR_SET_KEEPCAPS")
+    check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "PR_SET_KEEPCAPS")
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     read_everything = 1 << _CAP_DAC_READ_SEARCH
     data = (ctypes.c_uint32 * 6)(read_everything, read_everything, 0, 0, 0, 0)  # effective, permitted, inheritable
-    _check(libc.capset(header, data), "capset")
+    check(libc.capset(header, data), "capset")
     os.environ["HOME"] = "/nonexistent"
 
 
@@ -136,14 +136,14 @@ def forbid(names: Sequence[str], *, all_threads: bool = False) -> None:
     instructions = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
     program = _Program(len(lines), instructions)
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if all_threads:  # SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_TSYNC
-        _check(libc.syscall(_SECCOMP[platform.machine()], 1, 1, ctypes.byref(program)), "seccomp")
+        check(libc.syscall(_SECCOMP[platform.machine()], 1, 1, ctypes.byref(program)), "seccomp")
     else:
-        _check(libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP")
+        check(libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP")
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), what)

@@ -13,6 +13,7 @@ from tests.support.activations import (
     ROWS,
     WIDTH,
     Attending,
+    Counting,
     Layers,
     assert_same_gradients,
     batch,
@@ -29,6 +30,7 @@ MODELS = {
     "checkpointed": lambda: Layers(dropout=0.3, checkpointed="not reentrant"),
     "checkpointed, reentrant": lambda: Layers(dropout=0.3, checkpointed="reentrant"),
     "attention": Attending,
+    "buffers": lambda: Layers(layer=Counting),
 }
 
 
@@ -109,7 +111,8 @@ def test_several_forwards_come_before_a_backward(tmp_path, keep):
         for loss in losses:
             loss.backward()
 
-    assert assert_same_gradients(Layers, body, section(tmp_path, keep)).num_kept == 0
+    for kind in ("plain", "buffers"):
+        assert assert_same_gradients(MODELS[kind], body, section(tmp_path, keep)).num_kept == 0
 
 
 def test_graphs_that_are_never_used_leave_nothing(tmp_path):

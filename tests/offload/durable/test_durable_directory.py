@@ -408,13 +408,6 @@ def precious(tmp_path):
     return path
 
 
-@pytest.fixture
-def drive(tmp_path):
-    path = tmp_path / "drive"
-    path.mkdir()
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     each_value_once(

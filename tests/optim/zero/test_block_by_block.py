@@ -450,6 +450,12 @@ class Counting(Layer):
         return super().forward(hidden)
 
 
+class Replacing(Counting):
+    def forward(self, hidden):
+        self.count = self.count + 1
+        return Layer.forward(self, hidden)
+
+
 class Cache:
     """As a key-value cache, it is filled by whoever gets it."""
 
@@ -457,13 +463,15 @@ class Cache:
 class Odd(Model):
     def __init__(self, kind):
         super().__init__(num_layers=3, tied=False)
-        layer = {"state": Stateful, "in place": InPlace, "buffer": Counting}.get(kind, SkippingLayer)
-        self.layers = nn.ModuleList(layer(33) for _ in range(3))
+        kinds = {"state": Stateful, "in place": InPlace, "buffer": Counting, "other buffer": Replacing}
+        self.layers = nn.ModuleList(kinds.get(kind, SkippingLayer)(33) for _ in range(3))
         self.kind, self.calls = kind, 0
+        self.register_buffer("count", torch.zeros(1))
 
     def forward(self, tokens):
         hidden = self.embedding(tokens) * 1.0
         self.calls += 1
+        self.count += 1
         layers = list(self.layers)
         if self.kind == "layer drop" and self.calls % 2 == 0:
             layers = layers[1:]
@@ -494,6 +502,7 @@ ODD = {
     "past": r"what block layers\.\d is given, or goes into that, is used past the block, too",
     "state": r"block layers\.2 gives something else when it is computed again",
     "buffer": r"block layers\.0 changes its buffer count",
+    "other buffer": r"block layers\.0 changes its buffer count",
 }
 
 
@@ -511,12 +520,12 @@ def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind)
         assert engine.micro_steps == 0
         assert all(param.grad is None for param in engine.parameters())
         engine.module.kind = "plain"
-        if kind not in ("state", "buffer"):
+        if kind not in ("state", "buffer", "other buffer"):
             step_of(engine, 0)
 
 
 @GOES_ON
-@pytest.mark.parametrize("kind", ["cache", "twice", "past"])
+@pytest.mark.parametrize("kind", ["cache", "twice", "past", "buffer", "other buffer"])
 def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, kind):
     ends = []
     for order in ("horizontal", "auto"):
@@ -526,7 +535,7 @@ def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, 
             with said if order == "auto" else contextlib.nullcontext():
                 seen = [step_of(engine, 0)]
             seen.append(step_of(engine, 1))
-            ends.append((full_state(engine.module, engine.optimizer), seen))
+            ends.append((full_state(engine.module, engine.optimizer) | dict(engine.module.named_buffers()), seen))
     compare(*ends)
 
 
