@@ -223,11 +223,12 @@ class StepRecord(Condition):
     @property
     def way_on(self) -> str:
         """Say in words what can be done about the situation."""
-        if Need.REST_OF_STEP in self.lacks:
+        has_only_begun = self.phase is StepPhase.BEGUN and not self.is_in_kernel
+        if Need.REST_OF_STEP in self.lacks and not has_only_begun:
             return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
+        call = "step()" if has_only_begun else "finish_step()"
         return (
-            "When the cause is removed, call finish_step() while the gradients are still as they were, "
-            f"or {self._checkpoint}"
+            f"When the cause is removed, call {call} while the gradients are still as they were, or {self._checkpoint}"
         )
 
     def check_grads(self, indices: Iterable[int]) -> None:

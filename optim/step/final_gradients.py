@@ -114,7 +114,8 @@ class Inbox:
         if self.guess is not None:
             self.guess.see(sums)
         elif not bool(sums.isfinite().all()):
-            record.become(StepPhase.SPOILT)
+            if record.done:
+                record.become(StepPhase.SPOILT)
             raise ValueError(
                 f"the gradient of {self._store.table[index].name} is not finite, and with skip_non_finite = false that "
                 "is an error"

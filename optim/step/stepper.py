@@ -220,7 +220,8 @@ class Stepper:
 
     def _where_it_stands(self, number: int) -> str:
         """Return what has been done of a step that an exception comes out of, and the way on."""
-        if self._store.has_unfinished_step:
+        begun = self._store.record_in(StepPhase.BEGUN)
+        if self._store.has_unfinished_step or (begun is not None and begun.done):
             condition = self._store.condition
             return f"{condition.situation}. {condition.way_on}"
         if self._meter.steps >= number:
@@ -264,6 +265,7 @@ class Stepper:
         if not math.isfinite(self.total_norm):
             if not self._store.config.skip_non_finite:
                 self.final.drop_begun()
+                self._store.worker.raise_failure()
                 raise ValueError(
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
