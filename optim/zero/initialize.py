@@ -360,7 +360,7 @@ def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Raise ValueError for a module without parameters, with scalars, or with parameters on several devices."""
+    """Raise ValueError for a module without parameters, or with some that FSDP2 does not shard."""
     params = list(model.parameters())
     if not params:
         raise ValueError("initialize: the model has no parameters")
@@ -368,6 +368,9 @@ def _check_parameters(model: nn.Module) -> None:
         owner, _, own = f"model.{scalar}".rpartition(".")
         remedy = f"write {owner}.{own} = torch.nn.Parameter({owner}.{own}.detach()[None]) before it"
         raise ValueError(f"initialize: {scalar!r} is a scalar, and FSDP2 cuts the first dimension: {remedy}")
+    if strided := next((name for name, param in model.named_parameters() if not param.is_contiguous()), None):
+        remedy = f"write param = model.get_parameter({strided!r}); param.data = param.data.contiguous() before it"
+        raise ValueError(f"initialize: {strided!r} is not contiguous, as FSDP2 needs parameters: {remedy}")
     devices = sorted({str(param.device) for param in params})
     device = params[0].device
     if len(devices) > 1 or not (is_on_meta(model) or is_host(device) or is_device(device)):

@@ -295,6 +295,10 @@ def test_models_that_cannot_be_used_are_refused(alone, make_engine):
     remedy = r"write model\.scale = torch\.nn\.Parameter\(model\.scale\.detach\(\)\[None\]\)"
     with pytest.raises(ValueError, match=f"'scale' is a scalar, and FSDP2 cuts the first dimension: {remedy}"):
         initialize(scaled, section())
+    with pytest.raises(
+        ValueError, match=r"'weight' is not contiguous, .* model\.get_parameter\('weight'\); param\.data = "
+    ):
+        initialize(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), section())
     with pytest.raises(ValueError, match="is on cpu, meta"):
         initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), section())
     for option in ("weights", "init"):
