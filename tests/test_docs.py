@@ -64,7 +64,7 @@ def claims(page):
 
 
 @functools.cache
-def defined_in_python(path):
+def defined_in_python(source):
     """Dotted names of classes, functions and assigned names."""
     names = set()
 
@@ -77,14 +77,15 @@ def defined_in_python(path):
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
                 names.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    visit(ast.parse(source), "")
     return names
 
 
 def is_defined(path, name):
+    source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return name in defined_in_python(path)
-    return re.search(rf"\b{re.escape(name)}\(", path.read_text(encoding="utf-8")) is not None
+        return name in defined_in_python(source)
+    return re.search(rf"\b{re.escape(name)}\(", source) is not None
 
 
 @by_page
