@@ -28,16 +28,6 @@ def test_options_out_of_range_are_named(name):
             NullEngine(dataclasses.replace(OPTIONS, **{name: value}))
 
 
-def test_stats_can_be_read_after_closing():
-    engine = NullEngine(OPTIONS)
-    operation = engine.submit(Op.READ, [SEGMENT])
-    engine.close()
-    assert operation is not None
-    assert operation.done()
-    assert engine.stats().requests == 1024
-    assert engine.stats().cpu_ns > 0
-
-
 def test_a_signal_handler_may_submit_at_any_moment():
     engine = NullEngine(dataclasses.replace(OPTIONS, max_operations=10**6))
     from_handler = []

@@ -47,6 +47,14 @@ def test_iterations_on_a_device_beside_their_plans(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("alone")
+def test_seconds_by_turns(tmp_path):
+    size = ("--layers", 4, "--width", 64, "--quads", 1)
+    [found] = results("micro-batches", "turns", "--path", tmp_path, *size).values()
+    assert len(found["quads"]) == len(found["controls"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "in_backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["clipped", "in backward"]
 )
