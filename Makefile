@@ -1,4 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv with pinned packages and the native modules built.
+# Bytecode is kept, whatever the environment says: each worker of the tests would compile what it imports.
 export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 VENV ?= .venv

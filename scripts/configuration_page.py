@@ -141,6 +141,7 @@ _REFUSED = """\
 
 | Key | What to do |
 |---|---|"""
+_OUR_SECTIONS = ("offload_gradients", "activations")
 _TABLE = """\
 | Key | Default | Values | Meaning |
 |---|---|---|---|"""
@@ -197,7 +198,7 @@ def _rows(model: type[Section]) -> Iterator[str]:
         entry = plain(properties[name])
         meaning = " ".join((field.description or "").split())
         if "$ref" in entry:
-            yield f"| `{name}` | | section | {meaning} (DeepSpeed: same) |"
+            yield f"| `{name}` | | section | {meaning}{'' if name in _OUR_SECTIONS else ' (DeepSpeed: same)'} |"
             continue
         if entry["x-deepspeed"]:
             meaning += f" (DeepSpeed: {entry['x-deepspeed']})"
@@ -205,7 +206,7 @@ def _rows(model: type[Section]) -> Iterator[str]:
 
 
 def _values(entry: dict[str, Any]) -> str:
-    """What may be written for a key, and in brackets its unit."""
+    """Say what may be written for a key, and in brackets its unit."""
     unit = entry["x-unit"]
     if "enum" in entry:
         return ", ".join(f"`{value}`" for value in entry.get("x-choices", entry["enum"]))
@@ -218,7 +219,7 @@ def plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounds(entry: dict[str, Any]) -> str:
-    """The range of a key, from the constraints in its JSON schema: its texts must have it."""
+    """Return the range of a key, from the constraints in its JSON schema: its texts must have it."""
     show = format_bytes if entry["x-unit"] == "bytes" else str
     low, high, step = (entry.get(key) for key in ("minimum", "maximum", "multipleOf"))
     text = "" if low is None else f"{show(low)} or more" if high is None else f"{show(low)}..{show(high)}"
