@@ -289,7 +289,8 @@ def own_folders(tmp_path, places):
 
 
 @on_hosts
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_of_hosts_with_own_folders_load_in_any_order(tmp_path, own_folders, background):
     run_on_hosts(save, own_folders("ab"), tmp_path, background)
     for number, host in enumerate("ab"):

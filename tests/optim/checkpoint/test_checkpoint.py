@@ -142,6 +142,7 @@ def test_one_process_resumes_it(saved_at_2):
     compare(load_and_look(0, 1, root, drive, tiers), saved)
 
 
+@pytest.mark.slow
 def test_four_ranks_resume_it(saved_at_2):
     root, drive, saved = saved_at_2
     for seen in run_ranks(load_and_look, 4, root, drive, {"bf16": drive}):

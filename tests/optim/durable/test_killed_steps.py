@@ -20,7 +20,6 @@ from tests.support.killed_steps import main
 main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
 """
 
-
 QUICK = ["logged-in-memory-too", "everything-logged", "two-ranks"]
 
 
@@ -29,8 +28,8 @@ def kill(path, num_kills, seed, *kinds, timeout):
 
 
 def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
-    outcome = kill(drive, 3, 3, *QUICK, timeout=600)
-    assert sum(found["kills"] for found in outcome.values()) >= 9
+    outcome = kill(drive, 2, 3, *QUICK, timeout=600)
+    assert sum(found["kills"] for found in outcome.values()) >= 6
     resumed = [step for found in outcome.values() for life in found["history"] for step in life]
     assert any(step > 0 for step in resumed), "no life went on from a step"
 

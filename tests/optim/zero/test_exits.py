@@ -4,8 +4,7 @@ import pytest
 
 from tests.support.training import run_child
 
-SHORT = ("background and watched",)  # it is durable, too
-MODES = ("hidden", "durable", "background", "watched", *SHORT)
+ROUNDS, MODES = 50, ("hidden", "durable", "background", "watched", "background and watched")
 
 ENDS = """
 import os, sys, threading
@@ -65,8 +64,8 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("rounds", "modes"), [(1, SHORT), pytest.param(50, MODES, marks=pytest.mark.slow)])
-def test_two_ranks_end_cleanly_without_being_closed(drive, rounds, modes):
-    said = run_child(ENDS, drive, rounds, *modes, timeout=3600, fresh=True)
-    assert said.split() == [str(len(modes) * rounds), "ends"]
+def test_two_ranks_end_cleanly_without_being_closed(drive):
+    said = run_child(ENDS, drive, ROUNDS, *MODES, timeout=3600, fresh=True)
+    assert said.split() == [str(len(MODES) * ROUNDS), "ends"]

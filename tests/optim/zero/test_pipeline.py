@@ -36,9 +36,8 @@ if PIPELINES_REDUCE_ONCE:  # and refuse by name what that loses; see test_precis
     MODES = {
         name: mode for name, mode in MODES.items() if name not in ("bf16, fp32 reduction", "bf16, fp32 accumulation")
     }
-CASES = [*((mode, "1F1B") for mode in MODES), ("fp32", "GPipe"), ("bf16", "GPipe")]
-QUICK = [("bf16", "1F1B")]
-"""The others are slow: test_precision_matrix.py has pipelines of every mode in every run."""
+QUICK = ("bf16", "1F1B")  # and test_precision_matrix.py has every mode in every run
+OTHERS = [*((mode, "1F1B") for mode in MODES if mode != "bf16"), ("fp32", "GPipe"), ("bf16", "GPipe")]
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
 
@@ -215,20 +214,19 @@ def every_case(rank, world_size, path):
     results = {"overflow": overflow(mesh)}
     refused(mesh)
     results["typed stages"] = typed_stages(mesh)
-    results |= trained_cases(mesh, QUICK)
+    results |= trained_cases(mesh, [QUICK])
     results["stage 3 on nvme"] = Pipeline(mesh, "1F1B", section(path, **BF16, stage=3)).train()
     results["plain"] = train_plainly(mesh)
     results["checkpoints"] = checkpoints(mesh, path.parent / "stages", path)
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
-    results["tp"] = train_whole(mesh, section())
-    results["tp", "1F1B"] = Pipeline(mesh, "1F1B", section()).train()
     return results
 
 
 def slow_cases(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    results = trained_cases(mesh, [case for case in CASES if case not in QUICK])
+    results = trained_cases(mesh, OTHERS)
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    results["tp"] = train_whole(mesh, section())
+    results["tp", "1F1B"] = Pipeline(mesh, "1F1B", section()).train()
     return {**results, "checkpoints": checkpoints(mesh, path.parent / "stages and tp", path)}
 
 
@@ -244,9 +242,8 @@ def ranks(once):
     return once("pipeline", trained)
 
 
-@pytest.mark.parametrize(("mode", "schedule"), [*QUICK, ("tp", "1F1B")])
-def test_a_pipeline_matches_the_unpipelined_run(ranks, mode, schedule):
-    assert_matches(ranks, mode, schedule)
+def test_a_pipeline_matches_the_unpipelined_run(ranks):
+    assert_matches(ranks, *QUICK)
 
 
 @pytest.mark.slow
@@ -254,9 +251,8 @@ def test_the_other_modes_match_and_stages_of_several_ranks_each_resume(tmp_path)
     path = tmp_path / "drive"
     path.mkdir()
     ranks = run_ranks(slow_cases, 4, path)
-    for mode, schedule in CASES:
-        if (mode, schedule) not in QUICK:
-            assert_matches(ranks, mode, schedule)
+    for case in [*OTHERS, ("tp", "1F1B")]:
+        assert_matches(ranks, *case)
     for results in ranks:
         assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
 

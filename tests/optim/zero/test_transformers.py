@@ -100,7 +100,8 @@ def train_with_torch():
     return losses, norms
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_llama_trains_through_initialize(world_size, tmp_path):
     results = run_ranks(train_on_tiers, world_size, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

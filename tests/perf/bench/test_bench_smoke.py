@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_all_of_them_run_and_their_results_are_saved(tmp_path):
     file, suite = tmp_path / "kernels.json", "perf/benchmarks/bench_kernel.py"
     options = ["-q", "-p", "no:cacheprovider", "--bench-size=4MiB", "--benchmark-only", f"--benchmark-json={file}"]

@@ -46,6 +46,7 @@ def test_iterations_on_a_device_beside_their_plans(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # what it measures is measured in bytes and over a paced drive, too
 @pytest.mark.usefixtures("alone")
 def test_seconds_by_turns(tmp_path):
     size = ("--layers", 4, "--width", 64, "--quads", 1)

@@ -63,7 +63,6 @@ CASES = {
     "parameters partly in memory": {"params": 4, "host_budget": "5MiB", "staging_budget": "3MiB"},
     "half in memory": {"params": 4, "host_budget": "18MiB", "staging_budget": "3MiB"},
 }
-IN_EVERY_RUN = {"block by block", "parameters partly in memory"}  # the others are slow
 
 
 def moved_by(engine, shape):
@@ -91,7 +90,7 @@ def moved_by(engine, shape):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN), id=name)
+        pytest.param(case, marks=[pytest.mark.slow] * (name != "block by block"), id=name)
         for name, case in CASES.items()
     ],
 )
