@@ -189,6 +189,7 @@ class OffloadOptimizer(Optimizer):
             self._stepper.watch(self.param_groups)
 
     def _follow(self) -> None:
+        self.store.check_process()
         follow(self.store, self.rule, self.param_groups)
 
     @not_compiled
@@ -297,6 +298,7 @@ class OffloadOptimizer(Optimizer):
         Raises:
             SwapIOError, CorruptionError, StateError: what stopped the updates of the step before.
         """
+        self.store.check_process()
         self._stepper.expect_step(after_next_backward, by_turns=by_turns)
 
     def catch_up(self) -> None:
@@ -306,6 +308,7 @@ class OffloadOptimizer(Optimizer):
             SwapIOError, CorruptionError: it cannot be read, or not be written. Where something is updated already a
                 checkpoint leads on.
         """
+        self.store.check_process()
         self._stepper.final.catch_up()
 
     def overlap_with(self, model: nn.Module, blocks: Iterable[str] | None = None) -> None:
@@ -344,6 +347,7 @@ class OffloadOptimizer(Optimizer):
         Raises:
             SwapIOError: gradients on a tier, or (zeroing in place) what stopped the updates.
         """
+        self.store.check_process()
         if not set_to_none:
             self.store.wait_for_updates()
         self._stepper.clip_first = 1.0
@@ -532,7 +536,7 @@ class OffloadOptimizer(Optimizer):
 
     def stats(self) -> OptimizerStats:
         """Counters since the optimizer was made, and figures of the latest step."""
-        store, meter = self.store, self._meter
+        store, meter, moved = self.store, self._meter, self._moved()
         engine = store.tier.stats() if store.tier else None
         return OptimizerStats(
             steps=meter.steps,
@@ -558,7 +562,7 @@ class OffloadOptimizer(Optimizer):
             overlap_wait_seconds=store.worker.wait_seconds,
             **self._wear.stats,
             **(self._commits.stats if self._commits is not None else {}),
-            drive_busy_seconds=self._moved().busy_seconds,
+            drive_busy_seconds=moved.busy_seconds,
             **store.blocks.stats(),
         )
 
@@ -585,6 +589,7 @@ class OffloadOptimizer(Optimizer):
 
     def _moved(self) -> DriveTotals:
         """Return what drives have done for this run so far."""
+        self.store.check_process()
         counted, blocks, activations = self._engines.stats(), self.store.blocks.stats(), self._engines.activations
         waits = [blocks.get(f"{kind}_wait_seconds", 0.0) for kind in ("param", "grad")]
         waits += [activations.stats().seconds_waiting] if activations is not None else []

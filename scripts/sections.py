@@ -142,8 +142,7 @@ def silent_keys(model: Any, section: dict[str, Any], told: str, prefix: str = ""
 
 def trained(section: dict[str, Any]) -> tuple[str, list[str]]:
     """Train; return one word for what became of the section, and the lines that say more."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             if has_auto(section) or not value_of(section, "optimizer"):
                 args, steps = arguments_for(section), value_of(section, "scheduler", "params", "total_num_steps")

@@ -191,7 +191,8 @@ class ActivationStore:
             record = self._records.get(self._by_storage.get(storage_identity(tensor.untyped_storage()), -1))
             holder = record.holder if record is not None and record.is_of(version, self._since) else None
             if holder is None:
-                if self._swapper is None and not self._has_room_for(tensor):
+                size_bytes = tensor.untyped_storage().nbytes()
+                if self._swapper is None and self._stats.held_bytes + size_bytes > self._stats.host_budget:
                     return tensor
                 holder = self._add(tensor, version)
             handle = KeptTensor(holder, self.fetch, tensor)
@@ -213,9 +214,6 @@ class ActivationStore:
             return self._swapper is not None
         copies = self._device.copies
         return is_device(device) and (copies is None or copies.device == device)
-
-    def _has_room_for(self, tensor: torch.Tensor) -> bool:
-        return self._stats.held_bytes + tensor.untyped_storage().nbytes() <= self._stats.host_budget
 
     def _add(self, tensor: torch.Tensor, version: int) -> Holder:
         number, gone = self._stats.num_saved, self._gone

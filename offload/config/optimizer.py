@@ -20,13 +20,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": _OF_ADAM,
     "Adam": _OF_ADAM,
     "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    "Adagrad": {
-        "lr": 1e-2,
-        "lr_decay": 0.0,
-        "weight_decay": 0.0,
-        "initial_accumulator_value": 0.0,
-        "eps": 1e-10,
-    },
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
     "Muon": {
         "lr": 1e-3,
         "weight_decay": 0.1,

@@ -338,14 +338,12 @@ class HostSaves(NamedTuple):
                 save, records = _read_list(folder)
                 found = cls({save: (folder, records)}, save, tag=folder.name)
         stopped = {
-            path.parent: _read_list(path.parent) for path in root.glob(f"*/{MANIFEST}") if _is_stopped(path.parent)
+            folder: _read_list(folder)
+            for folder in (path.parent for path in root.glob(f"*/{MANIFEST}"))
+            if folder.name.endswith(PARTIAL) or (folder / LATEST).exists()
         }
         folders = {save: (path, records) for path, (save, records) in stopped.items()}
         return found._replace(folders={**folders, **found.folders}, unnamed=frozenset(folders))
-
-
-def _is_stopped(folder: Path) -> bool:
-    return folder.name.endswith(PARTIAL) or (folder / LATEST).exists()
 
 
 def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lambda size_bytes: None) -> None:

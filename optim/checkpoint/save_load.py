@@ -196,6 +196,8 @@ def load(
         ValueError: it does not fit the model, the optimizer or the scheduler. In both cases nothing was changed.
         SwapIOError: a tier failed on the way: part of the state is old and part is new; load again.
     """
+    store = training.optimizer.store
+    store.check_usable()
     site = CheckpointSite.of(training)
     found = site.found(root, tag)
     if found is None:
@@ -206,7 +208,6 @@ def load(
             logger.info("%s", said)
         return None
     on_every_rank(lambda: _verify_share(found, dist.get_rank(site.group)), site.group)
-    store = training.optimizer.store
     with store.at_rest(forgiving=True):
         return _load(training, found, site, take_over)
 
@@ -217,7 +218,6 @@ def _load(
     store, group, folder = training.optimizer.store, training.group, found.folder
 
     def prepare() -> tuple[LiveValues, Contents]:
-        store.check_usable()
         store.table.check_layouts()
         store.place_trainable()
         values = LiveValues(store, anew=True)

@@ -201,8 +201,7 @@ class StateBody(ABC):
             self.worker.take_turn(block)  # whole: others that are gathered with this one may be asked for later
         if not record.concerns(index):
             return
-        if not self.is_own_process:
-            raise ForkError(self.owner, self._owner_pid, os.getpid())
+        self.check_process()
         record.wanted.append(index)
         self.worker.wait_until(lambda: record.phase is not StepPhase.BEHIND or not record.concerns(index))
         if record.concerns(index):
@@ -245,6 +244,10 @@ class StateBody(ABC):
         """Raise ClosedError after ``close``, ForkError in another process."""
         if self.is_closed:
             raise ClosedError(self.owner)
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise ForkError in another process. Before a lock is taken: a thread that is not there may hold it."""
         if not self.is_own_process:
             raise ForkError(self.owner, self._owner_pid, os.getpid())
 

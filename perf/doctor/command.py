@@ -67,8 +67,7 @@ def _read_config(file: Path | None) -> tuple[OffloadConfig, list[Finding]]:
     if file is None:
         return OffloadConfig(), []
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ConfigWarning)
+        with warnings.catch_warnings(record=True, action="always", category=ConfigWarning) as caught:
             config = OffloadConfig.from_file(file)
     except (ConfigError, OSError) as error:
         problems = error.problems if isinstance(error, ConfigError) else [error.strerror or str(error)]

@@ -87,8 +87,7 @@ def _measured(site: Site, layers: int) -> dict[str, int]:
 @contextmanager
 def _waits(device: Any) -> Iterator[list[warnings.WarningMessage]]:
     """Collect the warnings of torch for calls of it that make the host wait for the device."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         device.set_sync_debug_mode("warn")
         try:
             yield said

@@ -7,35 +7,47 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nvme_offload import ForkError
+from nvme_offload import ForkError, initialize
+from tests.support.build import section
 from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
 
 fork = multiprocessing.get_context("fork")
 
 
-def what_a_child_may_do(optimizer, params, answers):
+def check_refused_in_a_child(calls):
+    """Each of these calls raises `ForkError` in a forked child, which ends by itself after it has closed all."""
+
     # Nothing large is computed here: torch's own OpenMP threads do not survive a fork either.
-    calls = {
-        "step": optimizer.step,
-        "synchronize": optimizer.synchronize,
-        "state_dict": optimizer.state_dict,
-        "finish_step": optimizer.finish_step,
+    def call_each(answers):
+        for name, call in calls.items():
+            try:
+                answers.put((name, f"it gave {call()!r}"))
+            except BaseException as error:
+                answers.put((name, repr(error)))
+
+    answers = fork.Queue()
+    child = fork.Process(target=call_each, args=(answers,))
+    child.start()
+    told = dict(answers.get(timeout=60) for _ in calls)
+    child.join(60)
+    assert child.exitcode == 0
+    assert told == dict.fromkeys(calls, repr(ForkError("OffloadAdamW", os.getpid(), child.pid))) | {
+        "close": "it gave None"
+    }
+
+
+def calls_of(optimizer, params):
+    names = "step try_step finish_step synchronize place state_dict stats begin_iteration zero_grad catch_up"
+    return {
+        **{name: getattr(optimizer, name) for name in names.split()},
         "load_state_dict": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
         "add_param_group": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]}),
+        "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
+        "expect_step": lambda: optimizer.expect_step(True),
         "read": lambda: optimizer.state[params[0]]["exp_avg"],
         "write": lambda: optimizer.state[params[0]].update(exp_avg=params[0]),
+        "close": optimizer.close,
     }
-    for name, call in calls.items():
-        try:
-            call()
-        except ForkError as error:
-            answers.put((name, str(error)))
-        except BaseException as error:
-            answers.put((name, f"wrong: {error!r}"))
-        else:
-            answers.put((name, "wrong: it worked"))
-    optimizer.close()
-    answers.put(("closed", "closed"))
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -49,18 +61,27 @@ def test_a_child_is_refused_in_words_and_does_not_hurt_its_parent(make_adamw, dr
             set_grads(params, step)
             optimizer.step()
             if forks and step in (0, 2):
-                answers = fork.Queue()
-                child = fork.Process(target=what_a_child_may_do, args=(optimizer, params, answers))
-                child.start()
-                told = dict(answers.get(timeout=60) for _ in range(9))
-                child.join(60)
-                assert child.exitcode == 0
-                assert told.pop("closed") == "closed"
-                for name, answer in told.items():
-                    assert f"made in process {os.getpid()} and is used in process {child.pid}" in answer, name
+                check_refused_in_a_child(calls_of(optimizer, params))
                 assert device == "cpu" or list(drive.iterdir()) != []
         runs.append(optimizer)
     assert_same_training(*runs)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_is_refused_in_words_between_backward_and_step(alone, tmp_path):
+    """Updates have begun, and a load would wait for other ranks: in a child nobody does either."""
+    config = section(tmp_path, adamw={}, overlap_step="backward", skip_non_finite=False)
+    with initialize(torch.nn.Linear(70, 70), config) as engine:
+        engine.backward(engine(torch.ones(1, 70)).sum())
+        [param, _] = engine.parameters()
+        check_refused_in_a_child(
+            {
+                "load": lambda: engine.load_checkpoint(tmp_path),
+                "backward": lambda: engine.backward(torch.ones((), requires_grad=True)),
+                **calls_of(engine.optimizer, [param]),
+            }
+        )
+        engine.step()
 
 
 class Noise(torch.utils.data.Dataset):

@@ -168,8 +168,7 @@ def test_cases_of_torch_pass_but_for_what_is_refused_by_name(name):
     for each in infos()[name].optim_error_inputs_func("cpu", torch.float32):
         given, accepts = each.optimizer_error_input, any(key in each.error_regex for key in ACCEPTED)
         params = [torch.nn.Parameter(torch.randn(2, 2))] if given.params is None else given.params
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+        with warnings.catch_warnings(action="error", category=UserWarning):
             if accepts:
                 getattr(nvme_offload, f"Offload{name}")(params, offload=section(), **given.kwargs).close()
             else:

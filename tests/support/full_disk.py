@@ -63,8 +63,7 @@ def filler_of(path):
 def warned():
     """What is warned of inside, about commits."""
     found = []
-    with warnings.catch_warnings(record=True) as all_of_them:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as all_of_them:
         yield found
     found += [text for warning in all_of_them if "commit" in (text := str(warning.message))]
 

@@ -170,8 +170,7 @@ def test_an_old_switch_is_read_as_what_it_is_the_old_spelling_of(old, new):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_spellings_are_read_as_deepspeed_reads_them(written, read, told):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert OffloadConfig.from_dict(written) == OffloadConfig.from_dict(read)
     assert not told or any(told in str(warning.message) for warning in caught)
 

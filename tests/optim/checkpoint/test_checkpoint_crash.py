@@ -163,8 +163,7 @@ def save_again(root: Path, tag: str) -> None:
 
 def load_quietly(engine: Any, root: Path) -> None:
     """Load what is there; without a word where that is nothing, or gives up a loss scale."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         engine.load_checkpoint(root)
 
 

@@ -76,8 +76,7 @@ def erase(path):
 @contextmanager
 def said(number=1, *, others=0):
     """So many warnings of lost copies come in here, and so many others; None: any."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     messages = [str(warning.message) for warning in caught]
     assert len([message for message in messages if "a copy of the state is lost" in message]) == number, messages

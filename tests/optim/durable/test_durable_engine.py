@@ -80,8 +80,7 @@ def go_on_with_one_rank_behind(rank, world_size, path, tiers):
             run.found = run.found[1:]
         assert engine.resume() == (2, {})
         assert_goes_on_to(engine, "bf16", path, 2, 4, rank=rank)
-        with failing(engine) if rank else nullcontext(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with failing(engine) if rank else nullcontext(), warnings.catch_warnings(action="ignore"):
             steps_of(engine, rank, [4])
             settle(engine)
         assert engine.optimizer.stats().failed_commits == rank

@@ -190,8 +190,7 @@ def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what
         flip_bit(file, 200)
     else:
         flip_bit(swap, stripe.offset + 12345)
-    with fresh(drive) as optimizer, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with fresh(drive) as optimizer, warnings.catch_warnings(action="ignore"):
         assert optimizer.resume() == (2, {})
         train(optimizer, [2])
         assert_same_bits(snapshot(optimizer), expected(drive, 3))
@@ -204,8 +203,7 @@ def test_where_both_steps_are_damaged_the_subgroup_is_named_and_a_load_leads_on(
         state = optimizer.state_dict()
         extent = optimizer.store.slots[-1].extent
     flip_bit(swap_of(drive), extent.stripes[0].offset)
-    with fresh(drive) as optimizer, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with fresh(drive) as optimizer, warnings.catch_warnings(action="ignore"):
         with pytest.raises(ResumeError, match=r"step 4: .*subgroup 5.*step 3: .*subgroup 5"):
             optimizer.resume()
         optimizer.load_state_dict(state)
@@ -332,8 +330,7 @@ def test_a_commit_that_fails_is_told_and_counted_and_the_run_goes_on(drive, monk
 
 
 def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(drive, monkeypatch):
-    with fresh(drive) as optimizer, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with fresh(drive) as optimizer, warnings.catch_warnings(action="ignore"):
         train(optimizer, [0])
         optimizer.synchronize()
         drive_failing = Failing(optimizer.store.tier, monkeypatch, Op.WRITE, first=2)

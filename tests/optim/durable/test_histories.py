@@ -18,8 +18,7 @@ from tests.support.sharded_model import assert_same
 
 def in_life(path, rank, action):
     """What `action(engine)` returns in a life of its own."""
-    with durable("bf16", path, "run") as engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with durable("bf16", path, "run") as engine, warnings.catch_warnings(action="ignore"):
         found = action(engine)
         settle(engine)
     dist.barrier()

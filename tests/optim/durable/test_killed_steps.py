@@ -125,8 +125,7 @@ def test_no_write_goes_where_the_latest_commit_refers_to_so_a_late_one_of_a_dead
         failing, full = [4, 5, 6], Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         for step in range(12):
             set_grads(run.param_groups[0]["params"], step)
-            with monkeypatch.context() as patch, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with monkeypatch.context() as patch, warnings.catch_warnings(action="ignore"):
                 if step in failing:
                     patch.setattr("nvme_offload.offload.durable.manifest.ManifestFiles.write", full)
                 run.step()

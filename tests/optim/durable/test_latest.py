@@ -86,8 +86,7 @@ def test_a_load_in_place_of_what_stopped_behind_is_not_committed_as_that_step(dr
 
 
 def test_what_cannot_be_committed_is_raised_once_and_no_snapshot_takes_the_step_before_for_it(drive):
-    with plain(drive) as optimizer, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with plain(drive) as optimizer, warnings.catch_warnings(action="error"):
         take_steps(optimizer, params_in(optimizer), 0)
         optimizer.client_state["seen"] = object()
         set_grads(params_in(optimizer), 1)
@@ -113,8 +112,7 @@ def a_content_that_one_rank_cannot_commit(rank, world_size, path):
             optimizer.client_state.clear()
         else:
             optimizer.step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             assert not optimizer.durable.commits.settle()
         assert [manifest.step for manifest in optimizer.durable.commits.run.committed] == [1]
         take_steps(optimizer, params_in(optimizer), 2)

@@ -60,8 +60,7 @@ def problem(crash, truth, folder, monkeypatch):
     """What is wrong with what the next process finds; None: nothing."""
     shutil.rmtree(folder, ignore_errors=True)
     crash.restore(folder)
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with monkeypatch.context() as patch, warnings.catch_warnings(action="ignore"):
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "fdatasync", lambda descriptor: None)
         with made(folder) as optimizer:

@@ -125,6 +125,7 @@ def flip(optimizer, extent, at):
     flip_bit(optimizer.store.durability.run.space.path_of(stripe.fd), stripe.offset + at)
 
 
+@pytest.mark.filterwarnings("ignore:a committed step is damaged")
 @pytest.mark.parametrize("at", [0, 2000])
 def test_where_the_newest_entry_is_damaged_the_step_before_is_taken(pairs, at):
     pair = pairs(ADAMW, 3, seed=2)
@@ -135,12 +136,11 @@ def test_where_the_newest_entry_is_damaged_the_step_before_is_taken(pairs, at):
     entry = next(chain.log[-1] for chain in pair.chains if chain.log[-1].sealed_as.sequence == newest)
     flip(pair.logged, entry.extent, at)
     pair.number -= 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a committed step is damaged")
-        pair.reopen()
+    pair.reopen()
     assert_same_bits(snapshot(pair.logged), pair.before)
 
 
+@pytest.mark.filterwarnings("ignore:a committed step is damaged")
 def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
     pair = pairs(ADAMW, 4, seed=2)
     for _ in range(4):
@@ -148,10 +148,8 @@ def test_where_an_older_entry_is_damaged_it_is_refused_by_name(pairs):
     pair.logged.durable.commits.settle()
     chain = next(chain for chain in pair.chains if len(chain.log) > 1)
     flip(pair.logged, chain.log[0].extent, 2000)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a committed step is damaged")
-        with pytest.raises(ResumeError, match=r"step 4: .*the log of subgroup \d"):
-            pair.reopen()
+    with pytest.raises(ResumeError, match=r"step 4: .*the log of subgroup \d"):
+        pair.reopen()
 
 
 def test_a_step_does_not_replay_an_entry_of_another_write(drive):
@@ -173,8 +171,7 @@ def test_an_entry_that_the_drive_did_not_take_is_written_once(pairs, monkeypatch
     pair.plain_step()
     pair.logged.synchronize()
     failing = Failing(pair.logged.store.tier, monkeypatch, Op.WRITE, first=first)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         pair.plain_step(by=pair.step_and_wait_on_a_drive_that_fails)
         assert failing.left <= 0
         failing.healthy = True

@@ -300,8 +300,7 @@ def train_with_others(rank, world_size, path, schedule, period, precision, accum
                     shutil.copytree(path, path / "found", ignore=lambda *_: {"found"})
                 dist.barrier()
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         be_eager(patch)
         plain, _, _ = trained(config_of(path, "off", accumulation, **more), scales)
         ours, stats, num_begun = trained(lasting(path), scales, lose_and_die)
@@ -331,8 +330,7 @@ def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period, pr
 def train_without_asking(rank, world_size, path):
     config = config_of(path, "backward", gradient_clipping=0.0, skip_non_finite=False)
     config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
-    with model(config) as engine, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", ConfigWarning)
+    with model(config) as engine, warnings.catch_warnings(record=True, action="always", category=ConfigWarning) as said:
         engine.optimizer.durable.commits.engines_model = None  # the loop here is without it
         begun = []
         for step in range(6):

@@ -227,7 +227,6 @@ def test_a_module_that_could_not_be_watched_is_named_once(alone):
             [engine(torch.randn(2, 3, 8)) for _ in range(2)]
     assert len([each for each in said if "torch_autocast" in str(each.message)]) == 1
     named = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": [f"{__name__}.Mixture"]}
-    with warnings.catch_warnings(), initialize(Two(), section("bf16", 2, torch_autocast=named)) as engine:
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"), initialize(Two(), section("bf16", 2, torch_autocast=named)) as engine:
         assert engine.precision_plan["first.experts"].gather is torch.bfloat16
         engine(torch.randn(2, 3, 8))

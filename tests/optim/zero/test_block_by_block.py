@@ -405,8 +405,7 @@ class CheckpointedInside(Layer):
 
 def test_checkpointing_around_a_block_is_no_cost_and_inside_it_is_said_once(alone, tmp_path):
     wanted = of_the_loop(2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         compare(wanted, train(config_of(tmp_path, "vertical", 2), 2, checkpointing=True))
     torch.manual_seed(0)
     model = Model(num_layers=3)

@@ -61,8 +61,7 @@ def test_it_trains_saves_and_goes_on(alone, tmp_path, devices):
     (tmp_path / "zero").mkdir()  # DeepSpeed makes it; here a missing folder may be a drive that is not mounted
     for again in (False, True):
         torch.manual_seed(123)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of keys that have no meaning here
+        with warnings.catch_warnings(action="ignore"):  # of keys that have no meaning here
             engine = initialize(SimpleModel(), section(*devices, tmp_path / "zero"))
         with engine:
             if again:
