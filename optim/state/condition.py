@@ -97,7 +97,7 @@ class LoadingState(Condition):
     @property
     def way_on(self) -> str:
         """Say in words what can be done about the situation."""
-        return f"It was cut off inside an update and cannot be finished: {checkpoint_text(split=self._split)}"
+        return f"It cannot be finished: {checkpoint_text(split=self._split)}"
 
 
 class UnresumedRun(Condition):

@@ -225,7 +225,8 @@ class StepRecord(Condition):
         """Say in words what can be done about the situation."""
         has_only_begun = self.phase is StepPhase.BEGUN and not self.is_in_kernel
         if Need.REST_OF_STEP in self.lacks and not has_only_begun:
-            return f"It was cut off inside an update and cannot be finished: {self._checkpoint}"
+            why = "It was cut off inside an update" if self.is_in_kernel else "Its gradients can be used no longer"
+            return f"{why}, so that it cannot be finished: {self._checkpoint}"
         call = "step()" if has_only_begun else "finish_step()"
         return (
             f"When the cause is removed, call {call} while the gradients are still as they were, or {self._checkpoint}"

@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_does_not_wait(make_adamw, interrupt_after):
     interrupt_after(3, signals=2)
     with pytest.raises(KeyboardInterrupt) as caught:
         optimizer.step()
-    assert "cut off inside an update and cannot be finished" in caught.value.__notes__[0]
+    assert "cut off inside an update, so that it cannot be finished" in caught.value.__notes__[0]
     with pytest.raises(StateError, match=r"cannot be finished: load a checkpoint with load_state_dict"):
         optimizer.finish_step()
     optimizer.load_state_dict(checkpoint)

@@ -168,7 +168,7 @@ def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_
         train_step(engine, 0)
         with strike_after_an_update(engine, raise_struck), pytest.raises(Struck) as caught:
             engine.backward(loss_of(engine, 1))
-        assert "cannot be finished: load a checkpoint" in caught.value.__notes__[0]
+        assert "Its gradients can be used no longer, so that it cannot be finished: load a" in caught.value.__notes__[0]
         with pytest.raises(StateError, match="load a checkpoint"):
             loss_of(engine, 1)
 
