@@ -352,6 +352,8 @@ class OffloadOptimizer(Optimizer):
             self.store.wait_for_updates()
         self._stepper.clip_first = 1.0
         self._stepper.final.drop_begun()
+        if self.store.is_whole and isinstance(self.store.worker.failure, ValueError):  # of a gradient that goes now
+            self.store.worker.note_failure(None)
         super().zero_grad(set_to_none)
 
     @property

@@ -17,8 +17,7 @@ fork = multiprocessing.get_context("fork")
 def check_refused_in_a_child(calls):
     """Each of these calls raises `ForkError` in a forked child, which ends by itself after it has closed all."""
 
-    # Nothing large is computed here: torch's own OpenMP threads do not survive a fork either.
-    def call_each(answers):
+    def call_each(answers):  # nothing large: torch's own OpenMP threads do not survive a fork either
         for name, call in calls.items():
             try:
                 answers.put((name, f"it gave {call()!r}"))
@@ -73,12 +72,11 @@ def test_a_child_is_refused_in_words_between_backward_and_step(alone, tmp_path):
     config = section(tmp_path, adamw={}, overlap_step="backward", skip_non_finite=False)
     with initialize(torch.nn.Linear(70, 70), config) as engine:
         engine.backward(engine(torch.ones(1, 70)).sum())
-        [param, _] = engine.parameters()
         check_refused_in_a_child(
             {
                 "load": lambda: engine.load_checkpoint(tmp_path),
                 "backward": lambda: engine.backward(torch.ones((), requires_grad=True)),
-                **calls_of(engine.optimizer, [param]),
+                **calls_of(engine.optimizer, list(engine.parameters())),
             }
         )
         engine.step()
