@@ -42,11 +42,7 @@ class FaultInjector:
 
     def _overwrite(self, request: Request, result: int) -> int:
         spec = self._spec
-        for probability, code in (
-            (spec.eintr, errno.EINTR),
-            (spec.eagain, errno.EAGAIN),
-            (spec.eio, errno.EIO),
-        ):
+        for probability, code in ((spec.eintr, errno.EINTR), (spec.eagain, errno.EAGAIN), (spec.eio, errno.EIO)):
             if self._hit(probability):
                 return -code
         if request.op is Op.WRITE and self._hit(spec.enospc):

@@ -122,9 +122,7 @@ class UringEngine(Engine):
         if files_error:
             refusals.append(f"registered files refused ({os.strerror(files_error)}): requests name plain descriptors")
         return Registration(
-            buffers=bool(buffers) and not buffers_error,
-            files=bool(fds) and not files_error,
-            refusals=tuple(refusals),
+            buffers=bool(buffers) and not buffers_error, files=bool(fds) and not files_error, refusals=tuple(refusals)
         )
 
     def drain(self) -> None:

@@ -142,6 +142,11 @@ class TakingTurns:
         records = fsdp_params(module)
         return [(record, record._unsharded_param) for record in records if hasattr(record, "_unsharded_param")]
 
+    def out_of_order(self, inside: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+        """Return what backward comes to only through its own module: shards, and what is gathered `inside` blocks."""
+        shards = [record.sharded_param for module in self._root.modules() for record in fsdp_params(module)]
+        return shards + [param for module in inside for _, param in self.gathered(module)]
+
     @torch.no_grad()
     def exchange(self, gradients: Sequence[tuple[Any, torch.Tensor | None]]) -> list[tuple[Any, torch.Tensor | None]]:
         """Give gathered parameters these gradients, which are not reduced yet, in place of theirs; returns theirs."""

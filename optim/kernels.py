@@ -47,11 +47,7 @@ class GradDtype(enum.IntEnum):
         return found
 
 
-_GRAD_DTYPES = {
-    torch.float32: GradDtype.FP32,
-    torch.bfloat16: GradDtype.BF16,
-    torch.float16: GradDtype.FP16,
-}
+_GRAD_DTYPES = {torch.float32: GradDtype.FP32, torch.bfloat16: GradDtype.BF16, torch.float16: GradDtype.FP16}
 ABSENT = -1
 """In a table of offsets: a gradient whose every bit is zero, a parameter that nobody had changed."""
 
@@ -267,10 +263,7 @@ class KernelPool:
         """
         numel = src.numel()
         address = _address("src", src, torch.float32, numel)
-        hi, lo = out or (
-            torch.empty_like(src, dtype=torch.bfloat16),
-            torch.empty_like(src, dtype=torch.uint16),
-        )
+        hi, lo = out or (torch.empty_like(src, dtype=torch.bfloat16), torch.empty_like(src, dtype=torch.uint16))
         hi_address = _address("hi", hi, torch.bfloat16, numel)
         lo_address = _address("lo", lo, torch.uint16, numel)
         _kernels.split(self._threads, self._isa, address, hi_address, lo_address, numel)

@@ -57,7 +57,7 @@ def checkpoint_calls(
     It is not wanted within a checkpoint, for example: nothing is computed three times. `contexts` makes what a forward
     runs in, and what its repetition does. A block that changes its buffers is repeated on copies of them as they were.
     """
-    leaving: set[tuple[nn.Module, tuple[bool, ...]]] = set()  # blocks that leave their buffers as they are, by modes
+    leaving: set[tuple[nn.Module, tuple[bool, ...]]] = set()  # of these blocks, in these modes, no bits are compared
 
     def call(block: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and is_wanted()):
@@ -67,7 +67,7 @@ def checkpoint_calls(
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[place] for place in places]
         kind = block, tuple(module.training for module in block.modules())
-        before = None if kind in leaving else Buffers(block.named_modules())
+        before = Buffers(block.named_modules())
         changed: list[Buffers] = []
         for place in places:
             leaves[place] = None  # what is computed again gets them from who saved them, and nobody else has them
@@ -81,7 +81,7 @@ def checkpoint_calls(
                 return inner(*args, **kwargs)
 
         output = checkpoint(again, *tensors, use_reentrant=False, context_fn=contexts)
-        if before is not None and before.changed():
+        if before.changed(compares=kind not in leaving):
             changed.append(before)
         else:
             leaving.add(kind)

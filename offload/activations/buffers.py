@@ -20,11 +20,11 @@ class Buffers:
             if type(local_tensor(buffer)) is torch.Tensor and buffer.layout is torch.strided
         ]
 
-    def changed(self) -> str:
-        """Return the name of one that is another tensor now, was written, or has other bits; empty: none is."""
+    def changed(self, *, compares: bool = True) -> str:
+        """Return the name of one that is another tensor, was written or, if it `compares`, has other bits; or ""."""
         for module, name, path, buffer, version, value in self._kept:
             now = module.get_buffer(name)
-            if now is not buffer or version_of(now) != version or not _has_same_bits(now, value):
+            if now is not buffer or version_of(now) != version or (compares and not _has_same_bits(now, value)):
                 return path
         return ""
 

@@ -88,10 +88,7 @@ class SavedRecord:
         return holder
 
     def become(
-        self,
-        residency: ActivationResidency,
-        memory: torch.Tensor | None,
-        transfer: TensorTransfer[Any] | None = None,
+        self, residency: ActivationResidency, memory: torch.Tensor | None, transfer: TensorTransfer[Any] | None = None
     ) -> None:
         """Change the residency, or raise StateError, and with it the memory that is held, which has 1D bytes.
 
@@ -168,11 +165,9 @@ class KeptTensor:
         self._holder = holder
         self._fetch = fetch
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        # It shares the version counter and holds no memory, so that a change in place is seen whenever it comes: where
-        # there are hooks, torch does not look.
-        self._counter = tensor.detach()
+        # A change in place is seen whenever it comes: where there are hooks, torch does not look.
+        self._counter = counter_of(tensor)
         self._saved_version = version_of(tensor)
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @property
     def number(self) -> int:
@@ -192,6 +187,13 @@ class KeptTensor:
         itemsize = self._counter.dtype.itemsize
         whole = memory[: memory.numel() // itemsize * itemsize].view(self._counter.dtype)
         return whole.as_strided(size, stride, offset)
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the version counter of another, and holds no memory."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.offload._torch_private import gathered_params, local_tensor, storage_identity
+from nvme_offload.offload.activations.choice import is_plain
 from nvme_offload.offload.devices.device import is_host
 
 _SAMPLE = 64
@@ -71,7 +72,7 @@ def _identity_of(tensor: torch.Tensor) -> Hashable | None:
 
 def _begin_alike(cast: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether what comes first in memory is the same in the dtype of the cast, which keeps the strides."""
-    if hasattr(param, "__tensor_flatten__") or param.dtype is cast.dtype or not param.dtype.is_floating_point:
+    if not is_plain(param) or param.dtype is cast.dtype or not param.dtype.is_floating_point:
         return False
     first, own = (_first_of(tensor) for tensor in (cast, param.detach()))
     return torch.equal(first, own.to(cast.dtype))

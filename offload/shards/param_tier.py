@@ -66,12 +66,7 @@ class ParamTier:
     ) -> None:
         self._locks = locks or PageLocks(None)
         self.cache = BlockCache(
-            tier,
-            KIND,
-            config.buffer_count,
-            checksum=checksum,
-            on_pressure=self._give_up_stale,
-            lock=self._lock,
+            tier, KIND, config.buffer_count, checksum=checksum, on_pressure=self._give_up_stale, lock=self._lock
         )
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None

@@ -239,12 +239,7 @@ class Staging(Generic[S]):
         target = self._target_of(slot) if self.sealer is None else self.sealer.seal(slot)
         slot.become(Residency.WRITING)
         slot.transfer = self.tier.write(
-            target.extent,
-            slot.buffer,
-            what=slot.name,
-            kind=self.kind,
-            start=target.start,
-            size_bytes=target.size_bytes,
+            target.extent, slot.buffer, what=slot.name, kind=self.kind, start=target.start, size_bytes=target.size_bytes
         )
         self._ring_for(slot.transfer)
 

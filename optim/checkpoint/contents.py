@@ -31,14 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.weights.writer import named_tensors
 from nvme_offload.optim.access.values import Values
-from nvme_offload.optim.checkpoint.places import (
-    MAX_CHUNK_NUMEL,
-    InMemory,
-    Place,
-    Stored,
-    Visitor,
-    copied_aside,
-)
+from nvme_offload.optim.checkpoint.places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor, copied_aside
 from nvme_offload.optim.layout.geometry import Chunk, Part
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody

@@ -30,10 +30,6 @@ def period_of(
         return int(read_identity(run.folder, committed[0].identity).get("rewrite_every", 1))
     tail = TAIL_DTYPE[MasterForm.SPLIT]
     assert tail is not None
-    size = DurableBytes(
-        state=state_itemsize(MasterForm.SPLIT, rule.states),
-        tail=tail.itemsize,
-        grad=_ITEMSIZE,
-    )
+    size = DurableBytes(state=state_itemsize(MasterForm.SPLIT, rule.states), tail=tail.itemsize, grad=_ITEMSIZE)
     rates = replace(measure_rates(tier), update=num_threads * _UPDATES_PER_THREAD)
     return auto_period(size, rates, section.wear_limit and section.wear_limit / ranks_on_host(), section.copies)

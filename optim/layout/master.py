@@ -23,11 +23,7 @@ class MasterForm(enum.IntEnum):
     """The fp32 parameter is its own master."""
 
 
-FORM_OF_DTYPE = {
-    torch.bfloat16: MasterForm.SPLIT,
-    torch.float16: MasterForm.FULL,
-    torch.float32: MasterForm.ITSELF,
-}
+FORM_OF_DTYPE = {torch.bfloat16: MasterForm.SPLIT, torch.float16: MasterForm.FULL, torch.float32: MasterForm.ITSELF}
 """The form of the master by the dtype of the parameter; other dtypes have none."""
 
 DTYPE_OF_FORM = {form: dtype for dtype, form in FORM_OF_DTYPE.items()}

@@ -69,12 +69,18 @@ class Inbox:
         expected: indices of parameters that may get a gradient. A subgroup waits for all of its own.
         order: subgroups that may be updated in backward.
         guess: None where the step is certain.
+        left: blocks of which `step()` needs gradients, too: of whole matrices.
     """
 
     def __init__(
-        self, store: StepState, expected: Collection[int], order: Sequence[SlotRecord], guess: Guess | None
+        self,
+        store: StepState,
+        expected: Collection[int],
+        order: Sequence[SlotRecord],
+        guess: Guess | None,
+        left: Collection[int],
     ) -> None:
-        self.guess = guess
+        self.guess, self.left = guess, left
         self.sums: dict[int, torch.Tensor] = {}
         """Sums of squares of the tiles of each gradient that was taken, by index."""
         self.device = HOST
@@ -155,12 +161,7 @@ class FinalGradients:
     """
 
     def __init__(
-        self,
-        store: StepState,
-        meter: Meter,
-        rule: UpdateRule,
-        schedules: Schedules,
-        commits: StepCommits | None = None,
+        self, store: StepState, meter: Meter, rule: UpdateRule, schedules: Schedules, commits: StepCommits | None = None
     ) -> None:
         self.backward = Backward((store.config.gradient_accumulation_steps or 1) == 1)
         self._store = store
@@ -420,11 +421,9 @@ class FinalGradients:
         if not store.is_whole and store.record_in(StepPhase.BEHIND) is None:
             return None
         store.wait_for_updates()
-        expected = {
-            record.index
-            for record in store.table.members(self._groups)
-            if record.leaf.requires_grad and self._may_begin(record)
-        }
+        trained = [record for record in store.table.members(self._groups) if record.leaf.requires_grad]
+        expected = {record.index for record in trained if self._may_begin(record)}
+        left = {store.blocks.number_of(record.leaf) for record in trained if record.index not in expected}
         factor = 1.0 if self._guesses is None else self._guesses.factor
         assert factor is not None
         guess = None if self._guesses is None else Guess(store, factor, store.config.gradient_clipping)
@@ -440,7 +439,7 @@ class FinalGradients:
                 run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
             )
         ]
-        inbox = Inbox(store, expected, order, guess)
+        inbox = Inbox(store, expected, order, guess, left)
         schedule = InBackward(self._backward_order(order), self._num_early)
         job = StepJob(store, self._meter, begun, schedule, inbox)
         self._begun_with, self._found = hyperparameters_of(self._groups), {}

@@ -1,6 +1,6 @@
 """Do the worker's part of a step: updates in backward and behind `step()`, then the first reads of the next one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -19,6 +19,8 @@ _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 
 class Source(Protocol):
     """A source of gradients while backward goes on; see `Inbox`."""
+
+    left: Collection[int]
 
     def take_in(self, record: StepRecord, *, waits: bool = True) -> bool:
         """Add one gradient to the step; return whether there was any. `waits`: for a device that computes it."""
@@ -114,8 +116,8 @@ class StepJob:
         store, record, source = self._store, self.record, self.source
         if record.phase is StepPhase.BEHIND and not record.pending:
             self._finish()
-        is_used = block not in map(self._block_of, record.inputs.grads)
-        if source is not None and record.claims.way_back is None and is_used:
+        is_last_use = source is not None and record.claims.way_back is None and block not in source.left
+        if is_last_use and block not in map(self._block_of, record.inputs.grads):
             store.blocks.forget_gradients(block)
         store.worker.wake()
 

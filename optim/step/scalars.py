@@ -10,11 +10,7 @@ from nvme_offload.optim.updates.work import StepScalars
 
 
 def scalars_of(
-    store: StepState,
-    rule: UpdateRule,
-    groups: Sequence[Mapping[str, Any]],
-    indices: Collection[int],
-    grad_scale: float,
+    store: StepState, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], indices: Collection[int], grad_scale: float
 ) -> dict[int, StepScalars]:
     """Return the scalars of the next update of these parameters, by index. `grad_scale` multiplies stored gradients."""
     scalars = {}

@@ -20,11 +20,7 @@ from nvme_offload.optim.updates.work import SubgroupStep
 
 
 def read_update_write(
-    store: StepState,
-    meter: Meter,
-    record: StepRecord,
-    order: Sequence[SlotRecord],
-    position: int = 0,
+    store: StepState, meter: Meter, record: StepRecord, order: Sequence[SlotRecord], position: int = 0
 ) -> None:
     """Do the part of a step that belongs to ``order[position]``; its write runs behind.
 

@@ -22,12 +22,7 @@ def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updat
 
 
 def updater_of(
-    subgroup: Subgroup,
-    means: Means,
-    log: LogState | None,
-    *,
-    on_device: bool,
-    mirror: DeviceMirror | None,
+    subgroup: Subgroup, means: Means, log: LogState | None, *, on_device: bool, mirror: DeviceMirror | None
 ) -> Updater:
     """Return what updates a subgroup: `log` is that of a durable run, `mirror` is for parameters on a device."""
     updater = way_of(subgroup.rule, is_durable=log is not None, on_device=on_device)(subgroup, means, log)

@@ -106,9 +106,5 @@ class LoggedKernel(Updater):
 
     def _note(self, entry: PartOfMemory, number: int, run: RunTensors) -> torch.Tensor:
         return self._logs.format_of(self.subgroup).note_run(
-            entry,
-            number,
-            grad_dtype=run.grad.dtype,
-            grad_scale=run.scalars.grad_scale,
-            scalars=run.scalars.of_kernel,
+            entry, number, grad_dtype=run.grad.dtype, grad_scale=run.scalars.grad_scale, scalars=run.scalars.of_kernel
         )

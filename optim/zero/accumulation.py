@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from nvme_offload.offload._torch_private import tree_flatten, version_of
 
 _SEQUENCE = "for every micro-batch, write\n    engine.backward(loss)\n    engine.step()"
 
@@ -125,6 +128,17 @@ class Accumulation:
                 "or engine.scale(loss).backward() in place of the first line. engine.zero_grad() drops these gradients"
             )
         self.has_backward = True
+
+
+def all_of(micro_batches: Iterable[Any]) -> list[Any]:
+    """Return the micro-batches; ValueError if who gives them fills a tensor again that an earlier one has."""
+    batches, versions = [], []
+    for batch in micro_batches:
+        batches.append(batch)
+        versions += [(leaf, version_of(leaf)) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    if any(version_of(tensor) != version for tensor, version in versions):
+        raise ValueError("engine.accumulate: a micro-batch was filled again for the next one: clone what is given")
+    return batches
 
 
 def check_loss(loss: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._fsdp_passes import TakingTurns
-from nvme_offload.offload._torch_private import is_compiled
+from nvme_offload.offload._torch_private import is_compiled, version_of
 from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
@@ -44,6 +44,7 @@ from nvme_offload.optim.zero.relay import Runner
 BeginBackward = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 """It gets the loss, or None past the tail, and whether the micro-batch is the last one; it returns the scaled loss."""
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 _thread = threading.local()
 """Its `forward` is the micro-batch whose forward runs in this thread."""
 
@@ -61,6 +62,10 @@ class BlockByBlock:
         self._names = {block: names[block] for block in blocks}
         self._parts = {block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in blocks}
         self._turns = TakingTurns(root, blocks)
+        inside = {module for block in blocks for module in block.modules()}
+        around = [pair for pair in root.named_modules() if not inside.isdisjoint(pair[1].modules())]
+        self._around = [(name, module) for name, module in around if module not in inside]
+        """Modules with blocks in them: what one micro-batch leaves in them the others find."""
         self._device = device
         self._keeper = keeper
         self._forwards: list[_Forward] = []
@@ -72,10 +77,7 @@ class BlockByBlock:
             block.__class__ = _asking(type(block))  # type: ignore[arg-type]  # a class is hashable
 
     def forward(
-        self,
-        loss_of: Callable[[Any], torch.Tensor],
-        micro_batches: Sequence[Any],
-        begin_backward: BeginBackward,
+        self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], begin_backward: BeginBackward
     ) -> None:
         """Run all forwards, and for all but the last micro-batch backward through its tail."""
         self.stop()
@@ -87,14 +89,19 @@ class BlockByBlock:
         ]
         self._turns.begin()
         block: nn.Module | None = None
-        asides = [self._turns.put_aside() for _ in self._forwards]
+        asides = [(self._turns.put_aside(), _state_of(self._around)) for _ in self._forwards]
         while True:
             calls: list[BlockCall | None] = []
             for number, forward in enumerate(self._forwards):
                 answer = self._computed(forward.calls[-1], forward) if block is not None else _nothing
-                self._turns.take_up(asides[number])
+                record, left = asides[number]
+                found = _state_of(self._around) if block is not None and len(asides) > 1 else left
+                self._turns.take_up(record)
                 calls.append(self._runners[number].advance(answer))
-                asides[number] = self._turns.put_aside()
+                if changed := [name for name in left if name not in found or found[name] != left[name]]:
+                    why = "and all would find what the latest left there: make it anew, and hand it on"
+                    raise BlockOrderError(f"forwards change {changed[0]} of the model, {why}")
+                asides[number] = self._turns.put_aside(), _state_of(self._around)
                 if calls[-1] is not None:
                     forward.calls.append(calls[-1])
                 elif number < len(self._forwards) - 1:
@@ -110,6 +117,8 @@ class BlockByBlock:
 
     def backward(self, catch_up: Callable[[], None]) -> list[torch.Tensor]:
         """Run backward through the last micro-batch's tail and all blocks; return the losses, without their graphs."""
+        for call in (call for forward in self._forwards for call in forward.calls):
+            call.check_arguments()
         self._go_through_tail(self._forwards[-1])
         self._turns.free(self._turns.units, after_forward=False)
         catch_up()
@@ -188,7 +197,9 @@ class BlockByBlock:
 
     def _go_through_tail(self, forward: _Forward) -> None:
         loss = self._begin_backward(forward.loss, forward is self._forwards[-1])
-        forward.find_last_uses()
+        out_of_order = self._turns.out_of_order(part for parts in self._parts.values() for part in parts)
+        given = (ref() for each in self._forwards for call in each.calls for ref in call.arguments.stand_ins)
+        forward.find_last_uses({id(leaf) for leaf in (*out_of_order, *given)})
         forward.loss = forward.loss.detach()
         self._go_through(forward, [Arriving(self._keeper, loss)], len(forward.calls))
 
@@ -235,15 +246,16 @@ class _Forward:
         self._outputs: dict[int, tuple[weakref.ref[torch.Tensor], Arriving]] = {}
 
     def run(
-        self,
-        loss_of: Callable[[Any], torch.Tensor],
-        batch: Any,
-        free: Callable[[nn.Module], None],
-        runner: Runner,
+        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, free: Callable[[nn.Module], None], runner: Runner
     ) -> None:
         """Run in a thread, which asks for each block; `free` is called with one that ran without being asked for."""
         _thread.forward, _thread.runner, _thread.free = self, runner, free
-        self.loss = loss_of(batch)
+        try:
+            self.loss = loss_of(batch)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):  # torch's words
+                raise
+            raise BlockOrderError("code behind a block changes what it gave: write h = h + x for h += x") from error
 
     def call_of(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Note that a block is called: in the thread, whose autocast state counts."""
@@ -264,8 +276,11 @@ class _Forward:
         self.ends = [end for end in self.ends if end.at != at]
         return found
 
-    def find_last_uses(self) -> None:
-        """Find where backward comes to parameters last; BlockOrderError if it comes to code between blocks twice."""
+    def find_last_uses(self, out_of_order: set[int]) -> None:
+        """Find where backward comes to parameters last.
+
+        BlockOrderError if it comes to code between blocks twice, or from there to one of the leaves with these ids.
+        """
         parts: dict[int, list[torch.Tensor]] = {len(self.calls): [self.loss]}
         for end in sorted(self.ends, key=lambda end: -end.at):
             assert end.arriving.tensor is not None
@@ -278,6 +293,9 @@ class _Forward:
                 node: Any = left.pop()
                 if hasattr(node, "variable"):  # a leaf, which takes gradients as often as they come
                     self._last_uses[id(node.variable)] = at
+                    if id(node.variable) in out_of_order:
+                        why = "what a block keeps beside its result (an attribute, what a hook saw), or parameters"
+                        raise BlockOrderError(f"the loss depends on {why} themselves, as a penalty does")
                 elif node is not None and node not in owners:
                     owners[node] = at
                     left += [following for following, _ in node.next_functions]
@@ -317,6 +335,17 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
             _thread.free(module)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[int, int, Any]]:
+    """Return what modules have by themselves, tensors and containers, by name, each with what tells of a change."""
+    found = {}
+    for path, module in modules:
+        for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | dict | set):
+                seen = version_of(value) if isinstance(value, torch.Tensor) else len(value)
+                found[f"{path}.{name}".lstrip(".")] = id(value), seen, value  # which is not freed meanwhile
+    return found
 
 
 def _nothing() -> None:

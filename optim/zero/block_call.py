@@ -4,6 +4,7 @@ Between the two stay its inputs (the boundary) and what it takes to do the same 
 together in `Arriving`, and those of its inputs go to where they came from.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import chain
@@ -15,6 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
 from nvme_offload.offload.activations.buffers import Buffers
+from nvme_offload.offload.activations.choice import is_plain
+from nvme_offload.offload.activations.kept import counter_of
 from nvme_offload.offload.devices.device import autocast_dtype, is_host
 from nvme_offload.offload.errors import BlockOrderError
 
@@ -89,6 +92,20 @@ class Arriving:
         return kept.take() if kept is not None else None
 
 
+class Arguments:
+    """The tensors that a block is given, which are needed as they are once more."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._versions = [(counter_of(one) if is_plain(one) else one, version_of(one)) for one in tensors]
+        self.stand_ins: list[weakref.ref[torch.Tensor]] = []
+        """Tensors of the forward in the place of those with gradients, as long as anybody has the graph of that."""
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether one was changed in place since."""
+        return any(version_of(counter) != version for counter, version in self._versions)
+
+
 class BlockCall:
     """A block is called in a micro-batch; BlockOrderError if computing it twice may change an argument."""
 
@@ -107,14 +124,14 @@ class BlockCall:
         self._leaves, self._layout = tree_flatten((args, kwargs))
         self._check_leaves(self._leaves, "is given")
         self._sources = {at: source_of(leaf) for at, leaf in enumerate(self._leaves) if _needs_grad(leaf)}
+        self.arguments = Arguments(self._tensors())
         self._boundary: dict[int, Kept] = {}
         self._arriving: dict[int, Arriving] = {}
-        self._random: Sequence[torch.Tensor] | None = None
         self._sums: list[int] | None = None
         self.computes_again_by_itself = False
         """Whether something in the block was computed once more inside its backward, as a checkpoint does."""
         device = next((leaf.device for leaf in self._tensors()), None) or next(block.parameters()).device
-        self._device = device
+        self._random = _Random(device)
         self._autocast = autocast_dtype(device.type)
 
     @property
@@ -125,25 +142,24 @@ class BlockCall:
     def forward(self, keeper: Keeper, *, looks: bool) -> Any:
         """Compute the block, leave no graph, and keep what it takes to do so again.
 
-        Tensors in the result that need a gradient are leaves. An argument that it changes is refused; with `looks` also
-        a buffer, and another result in `backward`.
+        Tensors in the result that need a gradient are leaves. A block that changes an argument or a buffer is refused;
+        with `looks` also another result in `backward`, and what no version counter tells of.
         """
         # With a graph, which ends here: operators choose kernels by whether somebody will need a gradient.
         leaves = [
             leaf.detach().requires_grad_() if at in self._sources else leaf for at, leaf in enumerate(self._leaves)
         ]
-        watched = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(tensor) for tensor in watched]
-        buffers = Buffers(self.block.named_modules() if looks else ())
-        before = random_states(self._device)
+        self.arguments.stand_ins.extend(weakref.ref(leaves[at]) for at in self._sources)
+        self.check_arguments()
+        buffers = Buffers(self.block.named_modules())
+        before, device = random_states(self._random.device), self._random.device
         output = self._compute(leaves)
-        if any(not torch.equal(*pair) for pair in zip(before, random_states(self._device), strict=True)):
-            self._random = before
-        if changed := buffers.changed():
+        if any(not torch.equal(*pair) for pair in zip(before, random_states(device), strict=True)):
+            self._random.note(before)
+        if changed := buffers.changed(compares=looks):
             buffers.put_back()
             raise self._refusal(f"changes its buffer {changed}, and would do so twice")
-        if versions != [version_of(tensor) for tensor in watched]:
-            raise self._refusal("changes an argument, and would do so twice")
+        self.check_arguments("changes an argument, and would do so twice")
         given, layout = tree_flatten(output)
         self._check_leaves(given, "gives")
         if not self.is_trained:
@@ -158,6 +174,11 @@ class BlockCall:
                 given[at] = value.detach().requires_grad_()
                 given[at].register_post_accumulate_grad_hook(self._arriving[at].take_from)
         return tree_unflatten(given, layout)
+
+    def check_arguments(self, why: str = "is given a tensor that was changed in place since") -> None:
+        """Raise BlockOrderError if an argument is not as it was in the call: it is needed once more, after others."""
+        if self.arguments.have_changed:
+            raise self._refusal(why)
 
     def kept(self) -> Iterator[Kept]:
         """Return what `backward` will take, in its order, as far as it has come."""
@@ -174,7 +195,7 @@ class BlockCall:
         leaves = list(self._leaves)
         for at, kept in self._boundary.items():
             leaves[at] = kept.take().detach().requires_grad_()
-        with _Random(self._device, self._random):
+        with self._random:
             output = self._compute(leaves)
         given, _ = tree_flatten(output)
         if self._sums is not None and _sums_of_bits(given) != self._sums:
@@ -185,7 +206,7 @@ class BlockCall:
         called: list[nn.Module] = []
         hook = register_module_forward_pre_hook(lambda module, _: called.append(module)) if self._sums else None
         try:
-            with torch.autocast(self._device.type, enabled=False):
+            with torch.autocast(self._random.device.type, enabled=False):
                 torch.autograd.backward([one for one, _ in found], [grad for _, grad in found])
         finally:
             if hook is not None:
@@ -198,7 +219,7 @@ class BlockCall:
     def _compute(self, leaves: Sequence[Any]) -> Any:
         """Call the block in the autocast state of its call, which remembers no weights that it has cast."""
         args, kwargs = tree_unflatten(list(leaves), self._layout)
-        dtype, kind = self._autocast, self._device.type
+        dtype, kind = self._autocast, self._random.device.type
         with torch.enable_grad(), torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False):
             return self.block(*args, **kwargs)
 
@@ -226,20 +247,23 @@ class BlockCall:
 
 
 class _Random:
-    """Inside, random numbers are those of a noted state; afterwards they go on as before. None: nothing is drawn."""
+    """Inside, random numbers are those of noted `states`; afterwards they go on as before. None: nothing is drawn."""
 
-    def __init__(self, device: torch.device, states: Sequence[torch.Tensor] | None) -> None:
-        self._device = device
-        self._states = states
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.states: Sequence[torch.Tensor] | None = None
+
+    def note(self, states: Sequence[torch.Tensor]) -> None:
+        self.states = states
 
     def __enter__(self) -> None:
-        if self._states is not None:
-            self._before = random_states(self._device)
-            set_random_states(self._device, self._states)
+        if self.states is not None:
+            self._before = random_states(self.device)
+            set_random_states(self.device, self.states)
 
     def __exit__(self, *error: object) -> None:
-        if self._states is not None:
-            set_random_states(self._device, self._before)
+        if self.states is not None:
+            set_random_states(self.device, self._before)
 
 
 def _needs_grad(value: object) -> bool:

@@ -32,7 +32,7 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.telemetry.stats import Span
-from nvme_offload.optim.zero.accumulation import Accumulation, check_loss, check_loss_of
+from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
@@ -325,7 +325,7 @@ class OffloadEngine:
             SwapIOError, CorruptionError, StateError, KeyboardInterrupt: as `backward`.
         """
         check_loss_of(loss_of)
-        batches = list(micro_batches)
+        batches = all_of(micro_batches)
         if not scale_wrt_gas:
             check_alike(len(batches), self.mesh)
         try:

@@ -34,11 +34,7 @@ class RingGather(_InKeptMemory):
     """
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Fill `output_tensor` (1D) with the `input_tensor` of every rank of `group`, in their order."""
         if async_op:

@@ -59,9 +59,7 @@ class MeshRoles:
                 f"there are {found}"
             )
         return cls(
-            mesh[sharded],
-            mesh[TENSOR] if TENSOR in names else None,
-            mesh[PIPELINE] if PIPELINE in names else None,
+            mesh[sharded], mesh[TENSOR] if TENSOR in names else None, mesh[PIPELINE] if PIPELINE in names else None
         )
 
     @property

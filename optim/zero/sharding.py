@@ -140,12 +140,7 @@ def _make_fp32(param: nn.Parameter) -> None:
 
 
 def shard_model(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    mesh: DeviceMesh,
-    plan: PrecisionPlan,
-    *,
-    reshard_after_forward: bool,
+    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, plan: PrecisionPlan, *, reshard_after_forward: bool
 ) -> nn.Module:
     """``fully_shard`` the blocks one by one, then what is left of the model; in place. No block is inside another.
 

@@ -92,11 +92,7 @@ class Chooser:
         """Return what training a model with a section is, as `initialize` completes that."""
         config = OffloadConfig.of(section).completed_for(self.machine.ranks)
         return Job(
-            shape=shape,
-            config=config,
-            tokens=self.tokens,
-            checkpointing=self.checkpointing,
-            sequence=self.sequence,
+            shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing, sequence=self.sequence
         )
 
 
