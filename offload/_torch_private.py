@@ -33,8 +33,8 @@ def recorded(name: str) -> AbstractContextManager[object]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place: ``Tensor._version``. Writes through ``.data`` do not count."""
-    return tensor._version
+    """Return how often a tensor was changed in place, but for writes through ``.data``; 0 where inference made it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

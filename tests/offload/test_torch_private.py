@@ -32,13 +32,13 @@ def test_base_of():
     before = private.version_of(first)
     second += 1
     assert private.version_of(first) > before
+    with torch.inference_mode():
+        assert private.version_of(torch.ones(1)) == 0
 
 
 def test_recorded():
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled,
-        private.recorded("a part"),
-    ):
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profiled, private.recorded("a part"):
         torch.ones(1)
     assert "a part" in {event.key for event in profiled.key_averages()}
 
