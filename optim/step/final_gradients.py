@@ -283,7 +283,8 @@ class FinalGradients:
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
         begun = self._begun or self._begin()
-        grad = flat_grad(leaf, record.layout, record.name)
+        is_in_groups = begun is not None and record.index in begun.inputs.scalars
+        grad = flat_grad(leaf, record.layout, record.name) if is_in_groups else None
         if begun is None or grad is None or self._inbox is None or self._store.worker.job is None:
             return  # an error has stopped what began: `step()` says so
         self._found[record.index] = _identity_of(leaf)

@@ -18,17 +18,16 @@ def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: P
     """Return a group's new parameters, with their names for messages. ValueError names what cannot be used."""
     rule.check(group, number)
     own = rule.of(group)
-    names = group.get("param_names") or [
-        f"parameter {place} of group {number}" for place in range(len(group["params"]))
-    ]
+    names = group.get("param_names", ())
+    if len(names) != len(group["params"]):  # some were taken out since, and torch leaves their names
+        names = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
     if len(set(group["params"])) < len(group["params"]):  # torch warns of it
         warn_user(f"parameter group {number} has a parameter twice: a step updates it once, where torch's does twice")
     new = {leaf: name for leaf, name in zip(group["params"], names, strict=True) if table.find(leaf) is None}
     for leaf, name in new.items():
         check_param(storage_of(leaf), name)
         own.check_param(leaf, name)
-    known = [record.name for record in table]
-    check_no_overlap([*table.params, *map(storage_of, new)], [*known, *new.values()])
+    check_no_overlap([*table.params, *map(storage_of, new)], [*(record.name for record in table), *new.values()])
     return new
 
 
