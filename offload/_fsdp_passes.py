@@ -12,15 +12,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from nvme_offload.offload._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
 
-__all__ = [
-    "TakingTurns",
-    "compute_on_shards",
-    "drop_unsharded_grads",
-    "gather_by_itself",
-    "gather_outside_inference_mode",
-    "hook_outputs",
-]
-
 
 def drop_unsharded_grads(model: torch.nn.Module) -> None:
     """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
@@ -183,6 +174,34 @@ def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterabl
         return output
 
     state._register_pre_backward_hook = hook_all
+
+
+def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool], Any], list[int]]) -> None:
+    """Let all ranks reduce the same parameters: who has no gradient of one that another rank has one of gives zeros.
+
+    ``FSDPParamGroup.post_backward`` (2.11 to 2.15) reduces what this rank has gradients of, one behind the other. Where
+    an expert is idle on one rank, it adds gradients of different parameters, or waits for ever. `of_any` is told the
+    modules that gather, this one's number, what there is a gradient of, and the mesh: it asks the other ranks.
+    """
+    named = {id(group): (name, group) for name, module in model.named_modules() for group in fsdp_param_groups(module)}
+    names, most = [name for name, _ in named.values()], max(len(group.fsdp_params) for _, group in named.values())
+
+    def post_backward(number: int, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
+        has = [_has_grad(record) for record in group.fsdp_params] + [False] * (most - len(group.fsdp_params))
+        asked = of_any(names, number, has, group.mesh_info.mesh) if group.reduce_grads else has
+        for record, is_here, is_anywhere in zip(group.fsdp_params, has, asked, strict=False):
+            if is_anywhere and not is_here:
+                param = record._unsharded_param
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
+        reduce()
+
+    for number, (_, group) in enumerate(named.values()):
+        group.post_backward = partial(post_backward, number, group, group.post_backward)
+
+
+def _has_grad(fsdp_param: Any) -> bool:
+    gathered = getattr(fsdp_param, "_unsharded_param", None)
+    return gathered is not None and (gathered.grad is not None or fsdp_param.unsharded_accumulated_grad is not None)
 
 
 def compute_on_shards(module: torch.nn.Module) -> None:

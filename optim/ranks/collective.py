@@ -2,7 +2,7 @@
 
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,15 @@ def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
             dist.all_gather_object(parts, found, group=group)
             found = {rank: given for part in parts for rank, given in part.items()}
     return dict(sorted(found.items()))
+
+
+def largest(numbers: Sequence[int], *groups: dist.ProcessGroup) -> list[int]:
+    """Return the largest of each number over all ranks of these groups. Collective: none returns before all call it."""
+    for group in groups:
+        found = torch.tensor([int(number) for number in numbers], device=device_of(group))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        numbers = found.tolist()
+    return list(numbers)
 
 
 def on_every_rank(action: Callable[[], T], *groups: dist.ProcessGroup | None) -> T:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.optim.ranks.collective import device_of, gather, on_every_rank
+from nvme_offload.optim.ranks.collective import gather, largest, on_every_rank
 
 T = TypeVar("T")
 
@@ -41,11 +41,7 @@ class Ranks:
 
     def all(self, value: bool) -> bool:
         """Return whether `value` is true on every rank. Collective: no rank returns before all have called."""
-        for group in self._groups:
-            flag = torch.tensor([int(value)], device=device_of(group))
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-            value = bool(flag.item())
-        return value
+        return not largest([not value], *self._groups)[0]
 
     def gather(self, value: T) -> dict[int, T]:
         """See `collective.gather`."""

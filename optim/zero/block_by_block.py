@@ -149,11 +149,6 @@ class BlockByBlock:
         self._forwards, self._runners, self.has_looked = [], [], True
         return losses
 
-    @property
-    def names_of_calls(self) -> list[str]:
-        """The blocks that each micro-batch has gone through, in order, between `forward` and `backward`."""
-        return [self._names[call.block] for call in self._forwards[0].calls]
-
     def stop(self) -> None:
         """Leave nothing of what an exception ended: no thread, nothing kept. Its catcher calls this. Idempotent."""
         with DeferredInterrupt():

@@ -102,8 +102,6 @@ class MicroBatches:
                 blocks.forward(
                     step.loss_of, step.micro_batches, lambda loss, last: step.begin_backward(loss, last, has_looked)
                 )
-                if not has_looked:
-                    self._check_ranks(blocks.names_of_calls)
                 is_final = has_looked and self._hides_in_backward
                 with DeferredInterrupt() if is_final else nullcontext():
                     losses = blocks.backward(step.catch_up)
@@ -112,15 +110,6 @@ class MicroBatches:
                 blocks.stop()
                 raise
         return losses
-
-    def _check_ranks(self, names: Sequence[str]) -> None:
-        """Raise BlockOrderError where another rank has gone through other blocks. Collective."""
-        found = gather(list(names), *self._mesh.get_all_groups())
-        for rank, others in found.items():
-            if others != list(names):
-                raise BlockOrderError(
-                    RuntimeError(f"rank {rank} has gone through other blocks: {others} and not {list(names)}")
-                )
 
 
 def check_alike(num_micro_batches: int, mesh: DeviceMesh) -> None:

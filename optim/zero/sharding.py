@@ -14,10 +14,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._fsdp_passes import compute_on_shards, gather_by_itself, gather_outside_inference_mode
+from nvme_offload.offload._fsdp_passes import (
+    compute_on_shards,
+    gather_by_itself,
+    gather_outside_inference_mode,
+    reduce_alike,
+)
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_host
+from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
@@ -29,6 +35,7 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
+from nvme_offload.optim.ranks.collective import largest
 from nvme_offload.optim.ranks.drives import join
 from nvme_offload.optim.tiers.parts import (
     CONVERTED,
@@ -163,12 +170,24 @@ def shard_model(
     if mesh.size() == 1:
         for module in model.modules():
             compute_on_shards(module)
-    elif is_host(torch.device(mesh.device_type)):
-        gather_in_kept_memory(model)
+    else:
+        reduce_alike(model, _of_any_rank)
+        if is_host(torch.device(mesh.device_type)):
+            gather_in_kept_memory(model)
     for module in model.modules():
         gather_outside_inference_mode(module)
     remember_gatherers(model)
     return model
+
+
+def _of_any_rank(names: list[str], number: int, has: list[bool], mesh: DeviceMesh) -> list[int]:
+    """Return what some rank has a gradient of; StateError where ranks come to different modules. Collective."""
+    latest, first, *of_any = largest([number, -number, *has], *mesh.get_all_groups())
+    if latest != -first:
+        both = f"those of {names[-first]!r} on one, of {names[latest]!r} on another"
+        remedy = "add 0.0 * output.sum() to a loss that leaves a block out. End all ranks, resume from a checkpoint"
+        raise StateError("backward", "gradients of the same blocks on all ranks", f"{both}: {remedy}")
+    return of_any
 
 
 def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:

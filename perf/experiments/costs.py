@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -45,7 +44,6 @@ class Cost:
 
     name: str
     beside: str
-    """The other one; empty: there is none."""
     unit: str
     """The operation is done to so many of these, by `count`."""
     count: float
@@ -56,21 +54,19 @@ class Cost:
 
     def measured(self, quads: int) -> Row:
         """Measure by turns."""
-        if not self.beside:
-            return self._row(median(_seconds(self.ours)() for _ in range(quads)), None, {})
         *_, found = Case(name=self.name, ours=_seconds(self.ours), reference=_seconds(self.other)).measure(quads)
         (own, other), (low, high) = found.medians, found.interval
-        said = {"ratio (95 %)": f"{found.quotient:.2f} ({low:.2f} to {high:.2f})", "control": f"{found.control:.2f}"}
-        return self._row(own, other, said, comparison=found.to_dict())
-
-    def _row(self, own: float, other: float | None, said: dict[str, str], **more: Any) -> Row:
         scale = 1e9 if self.unit == "parameter" else 1e6
-        each = (own - (other or 0.0) * self.further) / self.count * scale
-        theirs = "" if other is None or self.further else f"{other / self.count * scale:.2f}"
-        unit = f"{'ns' if self.unit == 'parameter' else 'us'} a {'further ' * self.further}{self.unit}"
-        said = said or {"ratio (95 %)": "", "control": ""}
-        name = f"{self.name}, beside {self.beside}" if self.beside else self.name
-        return Row({"": name, "unit": unit, "ours": f"{each:.2f}", "the other": theirs, **said}, {"each": each, **more})
+        each = (own - other * self.further) / self.count * scale
+        shown = {
+            "": f"{self.name}, beside {self.beside}",
+            "unit": f"{'ns' if self.unit == 'parameter' else 'us'} a {'further ' * self.further}{self.unit}",
+            "ours": f"{each:.2f}",
+            "the other": "" if self.further else f"{other / self.count * scale:.2f}",
+            "ratio (95 %)": f"{found.quotient:.2f} ({low:.2f} to {high:.2f})",
+            "control": f"{found.control:.2f}",
+        }
+        return Row(shown, {"each": each, "comparison": found.to_dict()})
 
 
 def costs(
@@ -140,10 +136,10 @@ def tensors(stack: ExitStack, folder: Path, numel: int, *, count: int, size: int
 def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     """Steps with state on the drive."""
 
-    def made(sub_group_size: int = numel // 4, num_steps: int = 2, **lasts: Any) -> OffloadAdamW:
+    def made(sub_group_size: int = numel // 4, **lasts: Any) -> OffloadAdamW:
         state = {"buffer_count": 3, "staging_budget": "320MiB", **lasts}
         its = section(folder, state=state, sub_group_size=sub_group_size, gradient_clipping=CLIPPING)
-        return stack.enter_context(_ours(LARGE, numel // LARGE, its, num_steps))
+        return stack.enter_context(_ours(LARGE, numel // LARGE, its))
 
     in_memory = section(None, gradient_clipping=CLIPPING)
     few, many, memory = made(), made(numel // 64), stack.enter_context(_ours(LARGE, numel // LARGE, in_memory))
@@ -160,15 +156,6 @@ def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
         lasting = made(durable=unused_name(), rewrite_every=period)
         pair = {"ours": partial(_settle, lasting), "other": partial(_settle, few), "beside": "one in place"}
         yield Cost(name=f"durable step, k = {period}", **pair, **each)
-    name = unused_name()
-    _settle(made(durable=name))
-    stack.pop_all().close()
-
-    def resume() -> None:
-        made(num_steps=0, durable=name).resume()
-        stack.pop_all().close()
-
-    yield Cost(name="resume, with construction", beside="", ours=resume, other=resume, **each)
 
 
 def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
@@ -205,9 +192,9 @@ def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     yield Cost(name="load", beside="DCP", ours=lambda: engine.load_checkpoint(folder / "ours"), other=load, **each)
 
 
-def _ours(count: int, numel: int, its: dict[str, Any], num_steps: int = 2) -> OffloadAdamW:
+def _ours(count: int, numel: int, its: dict[str, Any]) -> OffloadAdamW:
     optimizer = OffloadAdamW(bf16_params(count, numel), lr=1e-3, offload=its)
-    for _ in range(num_steps):
+    for _ in range(2):
         optimizer.step()
     return optimizer
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from nvme_offload import (
     ClosedError,
@@ -34,7 +33,7 @@ from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.ranks import run_ranks
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
-from tests.support.sharded_model import assert_same, full_state, gathered
+from tests.support.sharded_model import assert_same, full_state, gathered, whole
 
 
 def everything(engine):
@@ -42,10 +41,6 @@ def everything(engine):
     engine._drop_gathered()
     grads = {f"{name}.grad": p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
     return full_state(engine.module, engine.optimizer) | gathered(grads)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check_torch_state_dicts(engine, other, rank):

@@ -80,6 +80,10 @@ def make(model, config):
     return OffloadAdamW(groups, lr=1e-2, offload=config)
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _shards_of(mesh):
     return mesh.size(mesh.ndim - 1)
 

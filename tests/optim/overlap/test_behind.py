@@ -7,12 +7,11 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from nvme_offload import ConfigWarning, OffloadAdamW, StateError, SwapIOError, get_full_param, set_full_param
 from tests.support.failing_drive import STANDS_IN_FOR, Failing, Op, paced_drive
 from tests.support.pairs import each_value_once
-from tests.support.sharded_model import GOES_ON, assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state, whole
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
 LAYERS = 4
@@ -83,8 +82,7 @@ def read_at_random(config, path, seed):
                     engine.export_safetensors(path / "exported", dtype="bf16")
                     seen.append((path / "exported" / "model.safetensors").read_bytes())
                 p = random_.choice(list(engine.optimizer.param_groups[0]["params"]))
-                value = READERS[name](engine, p, step)
-                value = value.full_tensor() if isinstance(value, DTensor) else value
+                value = whole(READERS[name](engine, p, step))
                 seen.append(value.clone() if isinstance(value, torch.Tensor) else value)
                 engine.train()
                 engine._drop_gathered()

@@ -9,11 +9,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map
 
 from nvme_offload import OffloadAdamW
+from tests.support.sharded_model import whole
 from tests.support.tiers import Model, loss_of, make, section, slow_updates
 from tests.support.training import assert_same_bits
 
@@ -105,10 +105,6 @@ WAYS = {
     "fork": lambda model: in_a_child(weight(model)),
     "==": lambda model: weight(model) == weight(model).data,
 }
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def found(read, model):

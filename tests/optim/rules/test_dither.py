@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine
 from tests.support.rules import IN_BF16
+from tests.support.sharded_model import whole
 from tests.support.training import assert_same_bits, section
 from tests.support.twins import round_states
 
@@ -39,9 +40,6 @@ def train(rank, world_size, cuts, drive):
         return (
             tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(d % tensor.ndim) for d in cuts["dims"]])
         )
-
-    def whole(tensor):
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(placed((torch.randn(shape, generator=generator) * 0.02).bfloat16())) for shape in SHAPES]

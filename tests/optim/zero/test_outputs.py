@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.modeling_outputs import CausalLMOutput
 
-from nvme_offload import StateError, get_full_param, initialize
+from nvme_offload import StateError, get_full_grad, get_full_param, initialize
 from tests.support import tiers
 from tests.support.ranks import run_ranks
 from tests.support.small_engine import BF16, section
@@ -201,17 +201,42 @@ class Routed(nn.Module):
         return (self.frozen if idle else self.expert)(hidden)
 
 
-def idle_once(rank, world_size):
-    with initialize(Routed(), section(1)) as engine:
-        for micro in range(4):
-            hidden = torch.ones(2, 8, requires_grad=True)
-            engine.backward(engine(hidden, idle=micro == 2 * rank).square().mean())
+class Experts(nn.Module):
+    """Each rank adds up what some of them give."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, rank, micro):
+        hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        outputs = [expert(hidden) for expert in self.experts]
+        return sum((outputs[busy] for busy in [[[0, 1], []], [[1, 2], [3]]][rank][micro]), hidden).square().mean()
+
+
+def some_idle(rank, world_size):
+    """One group has what a plain model of each rank has, shared out; in a group each, they come in another order."""
+    plain = [Experts() for _ in range(world_size)]
+    for of, model in enumerate(plain):
+        for micro in range(2):
+            (model(of, micro) / 2).backward()
+    of_ranks = [[param.grad for param in model.parameters()] for model in plain]
+    for stage in range(4):
+        with initialize(Experts(), section(stage), blocks=["Experts"]) as engine:
+            engine.backward(engine(rank, 0))
             engine.step()
-        assert engine.global_steps == 2
+            engine.backward(engine(rank, 1))
+            for param, *grads in zip(engine.parameters(), *of_ranks, strict=True):
+                found = [grad for grad in grads if grad is not None]
+                assert torch.equal(get_full_grad(param), sum(found) / 2) if found else param.grad is None, stage
+    said = pytest.raises(StateError, match=r"same blocks on all ranks.*'experts.[12]' on one, of 'experts.[12]'")
+    with initialize(Experts(), section(), blocks=["Linear"]) as engine, said:
+        engine.backward(engine(rank, 0))
 
 
-def test_a_router_may_leave_all_idle_in_one_micro_batch_of_a_rank():
-    run_ranks(idle_once, 2)
+def test_a_rank_has_zeros_of_an_expert_that_is_idle_there_and_none_where_it_is_idle_on_all():
+    run_ranks(some_idle, 2)
 
 
 def stages(rank, world_size):
