@@ -13,6 +13,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from nvme_offload.offload._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
 
 
+def begin_at(root: Any) -> None:
+    """Let FSDP2 know its root (``FSDPState._lazy_init``), for which it takes what runs forward first: a block may."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def drop_unsharded_grads(model: torch.nn.Module) -> None:
     """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
 
@@ -174,6 +179,18 @@ def hook_outputs(module: torch.nn.Module, tensors_in: Callable[[object], Iterabl
         return output
 
     state._register_pre_backward_hook = hook_all
+    state._pre_backward = partial(_pre_backward, state._pre_backward, fsdp_param_groups(module))
+
+
+def _pre_backward(begin: Callable[[torch.Tensor], torch.Tensor], groups: Sequence[Any], grad: torch.Tensor) -> Any:
+    """Begin a backward. Torch computes it with gradients on for ``create_graph``: its graph would read freed memory."""
+    # A rank alone that computes with its shard's own memory frees none.
+    if torch.is_grad_enabled() and any(record.all_gather_outputs for group in groups for record in group.fsdp_params):
+        raise RuntimeError(
+            "create_graph=True: the graph of this backward would read gathered parameters, which are freed behind it. "
+            "Gradients of gradients need one rank, parameters that stay in memory (offload_param none), and no autocast"
+        )
+    return begin(grad)
 
 
 def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool], Any], list[int]]) -> None:
@@ -248,17 +265,11 @@ class _GroupOfOne:
         group = self._group
         if group.is_unsharded or group._all_gather_result is not None or group.device.type == "cpu":
             return  # on the CPU there is nothing to send
-        stream = self._copy_in_stream(async_op)
+        stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
             # All are asked before the first is answered: what is lent is held until then.
             shards = [_lent(record) for record in group.fsdp_params]
         group._all_gather_result = _Lent(shards, stream.record_event())
-
-    def _copy_in_stream(self, async_op: bool) -> Any:
-        group = self._group
-        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
-            return group.device_handle.current_stream()
-        return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
 
     def wait_for_unshard(self) -> None:
         group = self._group
@@ -270,15 +281,10 @@ class _GroupOfOne:
         self.unshard()
         group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
         self._unshard_from(group._all_gather_result.shards)
-        self._reuse_behind(group.device_handle.current_stream().record_event())
         group._all_gather_result = None
-
-    def _reuse_behind(self, event: Any) -> None:
-        """Have what is sent next wait for this event (``FSDPCommContext``): it may get the memory of what was sent."""
-        context = self._group.comm_ctx
-        if hasattr(context, "all_gather_stream"):  # not before the first forward
-            context.all_gather_copy_in_stream.wait_event(event)
-            context.all_gather_stream.wait_event(event)
+        computing = group.device_handle.current_stream().record_event()
+        for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
+            stream.wait_event(computing)  # what is sent next may get the memory of what was sent
 
     def _unshard_from(self, lent: Sequence[tuple[torch.Tensor, bool]]) -> None:
         records = self._group.fsdp_params

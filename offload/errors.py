@@ -37,7 +37,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from nvme_offload.offload.units import format_bytes
 
@@ -74,9 +74,13 @@ class ConfigError(ValueError):
         self.source = source
 
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.source}: {self.problems[0]}"
-        return "\n  ".join([f"{self.source}: {len(self.problems)} problems", *self.problems])
+        return _listed(self.source, self.problems)
+
+
+def _listed(source: str | Path, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"{source}: {problems[0]}"
+    return "\n  ".join([f"{source}: {len(problems)} problems", *problems])
 
 
 class WeightsError(ValueError):
@@ -88,9 +92,7 @@ class WeightsError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.path}: {self.problems[0]}"
-        return "\n  ".join([f"{self.path}: {len(self.problems)} problems", *self.problems])
+        return _listed(self.path, self.problems)
 
 
 class ConfigWarning(UserWarning):
@@ -102,6 +104,8 @@ class SwapIOError(OSError):
 
     ``errno`` and ``filename`` are OSError's own; ``extent`` says in words whose bytes these were.
     """
+
+    _arguments: ClassVar[tuple[str, ...]] = ("errno", "path", "offset", "size_bytes", "direction", "extent")
 
     def __init__(
         self,
@@ -134,12 +138,9 @@ class SwapIOError(OSError):
             what = f"{self.path}{extent} cannot be used"
         return f"{what}: {name}, {self.strerror}; {self.remedy}"
 
-    def _arguments(self) -> dict[str, Any]:
-        names = ("errno", "path", "offset", "size_bytes", "direction", "extent")
-        return {name: getattr(self, name) for name in names}
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._arguments()), (), self.__dict__
+        arguments = {name: getattr(self, name) for name in self._arguments}
+        return partial(type(self), **arguments), (), self.__dict__
 
 
 class EngineLostError(SwapIOError):
@@ -158,6 +159,8 @@ class EngineLostError(SwapIOError):
 class OutOfSpaceError(SwapIOError):
     """The file system cannot hold the swap file; nothing has been written."""
 
+    _arguments = ("path", "needed_bytes", "free_bytes")
+
     def __init__(self, *, path: str | os.PathLike[str], needed_bytes: int, free_bytes: int) -> None:
         super().__init__(errno_names.ENOSPC, path=path, offset=0, size_bytes=needed_bytes, direction="allocate")
         self.needed_bytes = needed_bytes
@@ -168,12 +171,11 @@ class OutOfSpaceError(SwapIOError):
         exact = f"{self.needed_bytes} and {self.free_bytes} bytes"
         return f"{super().__str__()}; needed {needed}, free {free} ({exact})"
 
-    def _arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("path", "needed_bytes", "free_bytes")}
-
 
 class ForeignFolderError(SwapIOError):
     """A run's folder is not this user's alone, or a link is in it: nothing of it was used or changed."""
+
+    _arguments = ("path", "problem")
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         super().__init__(errno_names.EPERM, path=path, direction="allocate")
@@ -189,9 +191,6 @@ class ForeignFolderError(SwapIOError):
 
     def __str__(self) -> str:
         return f"{self.path} {self.problem}; {self.remedy}"
-
-    def _arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("path", "problem")}
 
 
 class OffloadError(RuntimeError):
@@ -308,25 +307,19 @@ class HalfRenamedError(OSError):
     """An export failed between two renames: shards of it and of an earlier one stay, without an index."""
 
 
-class CheckpointError(OffloadError):
+class _CannotGoOnError(OffloadError):
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.path = Path(path)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
+class CheckpointError(_CannotGoOnError):
     """A checkpoint, or one file of it, cannot be loaded. The state of the run has not changed."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = Path(path)
-        self.problem = problem
 
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"
-
-
-class ResumeError(OffloadError):
+class ResumeError(_CannotGoOnError):
     """A durable run cannot go on from what it committed. Nothing has changed."""
-
-    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
-        super().__init__(path, problem)
-        self.path = Path(path)
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.problem}"

@@ -49,6 +49,22 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     return outermost(blocks, model)
 
 
+def check_own_parameters(model: nn.Module, blocks: Collection[nn.Module]) -> None:
+    """Raise ValueError for a parameter that is in a block and elsewhere, too: it is gathered with one of them."""
+    names = {name: block for name, block in model.named_modules(remove_duplicate=False) if block in blocks}
+    found: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        path = name
+        while path and path not in names:
+            path, _, _ = path.rpartition(".")
+        first, block = found.setdefault(param, (name, names.get(path)))
+        if names.get(path) is not block:
+            raise ValueError(
+                f"blocks: {first!r} is {name!r}, too, and a parameter is gathered with one block: give blocks= the "
+                "names of those that share nothing with others; [] has all of the model gathered at once"
+            )
+
+
 def params_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
     """Yield all parameters of a module that are not in a block inside it; some perhaps twice."""
     yield from module.parameters(recurse=False)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nvme_offload.offload._fsdp_passes import begin_at
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
@@ -23,7 +24,7 @@ from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
-from nvme_offload.optim.layout.blocks import find_units, match_blocks
+from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
 from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -154,6 +155,7 @@ class _Making:
         _check_parameters(model)
         chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
         layers = find_blocks(model) if blocks is None else chosen  # without large ends: those are cheap to keep
+        check_own_parameters(model, chosen)
         check_blocks(model, layers, section.activations)
         birth = _birth_of(model, section, weights, init, on_device=is_device(device_type))
         make_optimizer, rule = _optimizer_of(section, optimizer)
@@ -212,6 +214,7 @@ class _Making:
         undo.callback(made.close)
         made.store.blocks.beside = [param for name, param in self.model.named_parameters() if name not in found]
         made.place()
+        begin_at(self.model)
         log_groups(self.groups, made)
         if self.chosen is not None:
             self.chosen.tell(made.tier_plan)

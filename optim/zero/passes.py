@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,14 +12,13 @@ from nvme_offload.offload.devices.device import current_of, refuse_capture
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.peers import Peers
-from nvme_offload.optim.zero.sharding import reset_pass
 
 
 class Passes:
     """Runs forwards and backwards, and gives up the step where one was cut off."""
 
     def __init__(self, module: nn.Module, optimizer: OffloadOptimizer, mesh: DeviceMesh, peers: Peers) -> None:
-        self._module = module
+        self._module: Any = module
         self._optimizer = optimizer
         self._num_ranks = mesh.size()
         self._device = current_of(mesh.device_type)
@@ -61,9 +61,10 @@ class Passes:
         if is_of_tier and self._num_ranks > 1:
             self._way_on = "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
             self._peers.tell(where, error, goes_on=False)
-        elif not reset_pass(self._module):
+        elif not hasattr(self._module, "reset_iter_state"):  # before torch 2.13
             self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
         else:
+            self._module.reset_iter_state()
             begin_anew()
         note = self._way_on or self._what_dropping_left()
         if note not in getattr(error, "__notes__", ()):  # a forward within `accumulate` may have said it

@@ -283,16 +283,3 @@ class _Grouping:
         if len(policies) > 1:
             low = next(policy for policy in policies if policy.param_dtype is not torch.float32)
             self._policies.update(dict.fromkeys(own, low))
-
-
-def reset_pass(model: nn.Module) -> bool:
-    """Let FSDP2 forget a forward or backward that an exception ended; False where this torch cannot (before 2.13)."""
-    reset = getattr(model, "reset_iter_state", None)
-    if reset is None:
-        return False
-    try:
-        reset()
-    except AttributeError as error:
-        if error.name not in ("all_gather_state", "reduce_scatter_states"):
-            raise  # else the first forward would have made it, and before it there is nothing to forget
-    return True

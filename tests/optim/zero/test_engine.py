@@ -268,9 +268,22 @@ def test_fp32_weights_reach_their_masters_and_16_bit_ones_become_fp32(make_engin
 
 
 def test_blocks_can_be_named(alone):
-    with initialize(fresh_model(), section(), blocks=["head"]) as engine:
+    with pytest.raises(ValueError, match=r"'embedding\.weight' is 'head\.weight', too, and a parameter is gathered"):
+        initialize(fresh_model(), section(), blocks=["head"])
+    model = fresh_model()
+    model.head = nn.Linear(37, 61)
+    with initialize(model, section(), blocks=["head"]) as engine:
         assert type(engine.module.head).__name__ == "FSDPLinear"
         assert not any(type(block).__name__.startswith("FSDP") for block in engine.module.blocks)
+
+
+def test_blocks_may_be_called_before_the_model_and_a_graph_of_gradients_is_refused(alone):
+    with initialize(fresh_model(), section(torch_autocast={"enabled": True, "dtype": "bf16"})) as engine:
+        engine.module.blocks[0](torch.ones(2, 37)).sum()
+        with pytest.raises(RuntimeError, match=r"create_graph=True: .*offload_param none"):
+            loss_of(engine, 0, 0, 0).backward(create_graph=True)
+        backward(engine, 0, 0)
+        engine.step()
 
 
 @pytest.mark.filterwarnings("error")
@@ -295,9 +308,7 @@ def test_models_that_cannot_be_used_are_refused(alone, make_engine):
     remedy = r"write model\.scale = torch\.nn\.Parameter\(model\.scale\.detach\(\)\[None\]\)"
     with pytest.raises(ValueError, match=f"'scale' is a scalar, and FSDP2 cuts the first dimension: {remedy}"):
         initialize(scaled, section())
-    with pytest.raises(
-        ValueError, match=r"'weight' is not contiguous, .* model\.get_parameter\('weight'\); param\.data = "
-    ):
+    with pytest.raises(ValueError, match=r"'weight' is not contiguous, .* model\.get_parameter\('weight'\); param\."):
         initialize(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), section())
     with pytest.raises(ValueError, match="is on cpu, meta"):
         initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), section())

@@ -20,18 +20,7 @@ from unittest.mock import patch
 
 from nvme_offload.offload import sync
 from nvme_offload.offload.storage import engine_in_use
-from tests.support.power_loss.events import (
-    Allocated,
-    Event,
-    Linked,
-    Made,
-    Marked,
-    Removed,
-    Renamed,
-    Resized,
-    Synced,
-    Wrote,
-)
+from tests.support.power_loss import events
 from tests.support.power_loss.history import Files, History
 from tests.support.power_loss.recorded_engine import RecordedEngine
 
@@ -50,7 +39,7 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
-        self.events: list[Event] = []
+        self.events: list[events.Event] = []
         self.base = Files()
         self._lock = threading.RLock()
         self._tokens = itertools.count(os.getpid() << 32)
@@ -82,7 +71,7 @@ class Recording:
 
     def mark(self, name: str) -> None:
         """Give this moment a name: crashes after it have it among their `marks`."""
-        self.note(Marked, name)
+        self.note(events.Marked, name)
 
     def history(self) -> History:
         """What was noted so far. AssertionError: something was changed past this recording."""
@@ -91,7 +80,7 @@ class Recording:
         history.check_same_as(self.folder)
         return history
 
-    def note(self, kind: Callable[..., Event], *arguments: Any, **more: Any) -> None:
+    def note(self, kind: Callable[..., events.Event], *arguments: Any, **more: Any) -> None:
         """Add an event that happened just now."""
         if self._active:
             self.events.append(kind(time.monotonic_ns(), *arguments, **more))
@@ -128,16 +117,16 @@ class Recording:
         """Note bytes that were written through a descriptor."""
         if data and (inode := self.inode(fd)) is not None:
             durable = durable or bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC)
-            self.note(Wrote, inode, offset, data, durable)
+            self.note(events.Wrote, inode, offset, data, durable)
 
     def opened(self, path: Any, existed: bool, fd: int, flags: int, dir_fd: int | None = None) -> None:
         """Note that a file was made or cut off by opening it."""
         if (inode := self.inode(fd)) is None:
             return
         if not existed:
-            self.note(Made, self.path(path, dir_fd), inode, "file")
+            self.note(events.Made, self.path(path, dir_fd), inode, "file")
         elif flags & os.O_TRUNC:
-            self.note(Resized, inode, 0)
+            self.note(events.Resized, inode, 0)
 
     def _open_stream(
         self,
@@ -185,7 +174,7 @@ class _RecordedFile(io.FileIO):
         with self._recording.lock:
             length = super().truncate(size)
             if (inode := self._recording.inode(self.fileno())) is not None:
-                self._recording.note(Resized, inode, length)
+                self._recording.note(events.Resized, inode, length)
         return length
 
 
@@ -273,32 +262,32 @@ def _sendfile(r: Recording, real: Any, out_fd: int, in_fd: int, offset: int | No
 def _truncate(r: Recording, real: Any, path: Any, length: int) -> None:
     real(path, length)
     if r.path(path) is not None:
-        r.note(Resized, os.stat(path).st_ino, length)
+        r.note(events.Resized, os.stat(path).st_ino, length)
 
 
 def _ftruncate(r: Recording, real: Any, fd: int, length: int) -> None:
     real(fd, length)
     if (inode := r.inode(fd)) is not None:
-        r.note(Resized, inode, length)
+        r.note(events.Resized, inode, length)
 
 
 def _posix_fallocate(r: Recording, real: Any, fd: int, offset: int, length: int) -> None:
     real(fd, offset, length)
     if (inode := r.inode(fd)) is not None:
-        r.note(Allocated, inode, offset + length)
+        r.note(events.Allocated, inode, offset + length)
 
 
 def _fsync(r: Recording, real: Any, fd: Any) -> None:
     real(fd)
     number = fd if isinstance(fd, int) else fd.fileno()
     if (inode := r.inode(number)) is not None:
-        r.note(Synced, inode, r.path(number), _caller())
+        r.note(events.Synced, inode, r.path(number), _caller())
 
 
 def _mkdir(r: Recording, real: Any, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
     real(path, mode, dir_fd=dir_fd)
     if (where := r.path(path, dir_fd)) is not None:
-        r.note(Made, where, os.stat(path, dir_fd=dir_fd).st_ino, "folder")
+        r.note(events.Made, where, os.stat(path, dir_fd=dir_fd).st_ino, "folder")
 
 
 def _symlink(
@@ -307,14 +296,14 @@ def _symlink(
     real(source, path, target_is_directory, dir_fd=dir_fd)
     if (where := r.path(path, dir_fd)) is not None:
         inode = os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_ino
-        r.note(Made, where, inode, "link", os.fsdecode(source))
+        r.note(events.Made, where, inode, "link", os.fsdecode(source))
 
 
 def _link(r: Recording, real: Any, source: Any, path: Any, **more: Any) -> None:
     real(source, path, **more)
     if (where := r.path(path, more.get("dst_dir_fd"))) is not None:
         assert r.path(source, more.get("src_dir_fd")) is not None, f"{source} comes from outside the recorded folder"
-        r.note(Linked, where, os.stat(path, dir_fd=more.get("dst_dir_fd"), follow_symlinks=False).st_ino)
+        r.note(events.Linked, where, os.stat(path, dir_fd=more.get("dst_dir_fd"), follow_symlinks=False).st_ino)
 
 
 def _rename(
@@ -324,14 +313,14 @@ def _rename(
     assert (places[0] is None) == (places[1] is None), f"{source} -> {path} crosses the border of the recorded folder"
     real(source, path, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
     if places[0] is not None:
-        r.note(Renamed, *places)
+        r.note(events.Renamed, *places)
 
 
 def _remove(r: Recording, real: Any, path: Any, *, dir_fd: int | None = None) -> None:
     where = r.path(path, dir_fd)
     real(path, dir_fd=dir_fd)
     if where is not None:
-        r.note(Removed, where)
+        r.note(events.Removed, where)
 
 
 _OS_CALLS: dict[str, Callable[..., Any]] = {
