@@ -379,7 +379,7 @@ MANY_ATTRIBUTES = {
     "ParamRecord": 13,
 }
 """Classes that are to become several, with the attributes that they have; none may get more."""
-MAX_WRITES_TO_OTHERS = 60
+MAX_WRITES_TO_OTHERS = 58
 MAX_TESTS_BELOW_THE_FACE = 90
 HEADLESS = {"how", "of", "those", "what", "where", "whose"}
 """Words that no docstring begins with: its first sentence has a subject and a verb, or is an imperative."""

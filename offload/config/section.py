@@ -11,13 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    GetPydanticSchema,
-    PlainValidator,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, GetPydanticSchema, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
@@ -114,10 +108,7 @@ RewriteEvery = Annotated[
     int | Literal["auto"],
     PlainValidator(_rewrite_every),
     WithJsonSchema(
-        {
-            "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_PERIOD}, {"const": "auto"}],
-            "x-words": ["auto"],
-        }
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_PERIOD}, {"const": "auto"}], "x-words": ["auto"]}
     ),
 ]
 
@@ -135,13 +126,7 @@ class AioConfig(Section):
 
     engine: EngineName = key("auto", "one of these", description=_ABOUT_ENGINES)
     block_size: ByteCount = key(
-        MiB,
-        '4 KiB..1 GiB, a multiple of 4 KiB, as "1MiB"',
-        "same",
-        "bytes",
-        ge=_PAGE,
-        le=GiB,
-        multiple_of=_PAGE,
+        MiB, '4 KiB..1 GiB, a multiple of 4 KiB, as "1MiB"', "same", "bytes", ge=_PAGE, le=GiB, multiple_of=_PAGE
     )
     """Bytes of one request, 4 KiB..1 GiB, a multiple of 4 KiB; a larger transfer is split."""
     queue_depth: Whole = key(32, "a whole number, 1..4096", "same, default 8", "requests", ge=1, le=4096)
@@ -367,7 +352,7 @@ class OffloadConfig(Section):
     ONLY: ClassVar = TOP_ONLY
     REFUSED: ClassVar = TOP_REFUSED
     OTHERWISE: ClassVar = {
-        "gradient_clipping": "DeepSpeed clips at 1.0 (0.0 before June 2026), here nothing is; write 1.0, or 0.0",
+        "gradient_clipping": "DeepSpeed clips at 1.0 (0.0 before June 2026), here nothing is; write 1.0, or 0.0"
     }
 
     @property

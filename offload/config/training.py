@@ -72,9 +72,7 @@ class Fp16Config(DeepSpeedModel):
         "auto_cast": "inputs of floating-point numbers are cast to the dtype of the forward in any case",
         **each("opt_level fp16_scale_tolerance", "DeepSpeed does not read it either"),
     }
-    ONLY: ClassVar = {
-        "fp16_master_weights_and_grads": (False, "master weights and moments are fp32"),
-    }
+    ONLY: ClassVar = {"fp16_master_weights_and_grads": (False, "master weights and moments are fp32")}
 
     def contradictions(self) -> Iterator[Contradiction]:
         """A least scale above the first one."""
@@ -150,9 +148,7 @@ class SchedulerParams(Section):
     cos_min_ratio: float = key(1e-4, "a number, 0..1", "same", "of lr", ge=0, le=1)
     """Learning rate at the end as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
 
-    TAKEN_FOR: ClassVar = {
-        ("warmup_type", "cosine"): ("log", 'DeepSpeed has no such shape, and takes "log" as well'),
-    }
+    TAKEN_FOR: ClassVar = {("warmup_type", "cosine"): ("log", 'DeepSpeed has no such shape, and takes "log" as well')}
     ONLY: ClassVar = {"last_batch_iteration": (-1, "a schedule begins at step 0; load_checkpoint moves it")}
     REFUSED: ClassVar = {
         **each(

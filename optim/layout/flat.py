@@ -162,7 +162,7 @@ def flat_grad(leaf: torch.Tensor, layout: Layout, name: str) -> torch.Tensor | N
             grad, is_contiguous = ordered.copy_(grad), ordered.is_contiguous()
     if grad.requires_grad or not is_contiguous:
         return flat_view(grad)
-    return grad if grad.dim() == 1 else grad.view(-1)
+    return grad.view(-1)
 
 
 class StoredGrad(Protocol):

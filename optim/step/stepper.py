@@ -385,7 +385,7 @@ class Stepper:
         increment_version([store.table[index].leaf for index in record.inputs.grads])
         record.keep_pending_only()
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
-        let_wait(store.table[index] for index in record.inputs.counts if record.concerns(index))
+        let_wait((store.table[index] for index in record.inputs.counts if record.concerns(index)), is_behind=True)
         # Subgroups as the next step will probably go through them.
         following = forward_order(record.order, store.uses.ranks) if self.final.is_asked else list(record.order)
         first = first_of_next(following, begins_in_backward=self.final.begins_with(following))

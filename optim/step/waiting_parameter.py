@@ -59,8 +59,28 @@ class WaitingParameter(nn.Parameter):
         """Return a copy that waits for nothing: it is nobody's parameter."""
         _wait_for(self)
         copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
-        copied.__class__ = nn.Parameter
+        _set_class(copied, nn.Parameter)
         return copied
+
+
+class WaitingGradient(torch.Tensor):
+    """The gradient of a `WaitingParameter` is one of these while an update behind a step may need it."""
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do `func`, which may change the gradient, once no update needs it."""
+        if func not in _SAYS_NOTHING_OF_VALUES:
+            _end_updates()
+            for value in tree_flatten((args, kwargs))[0]:
+                if type(value) is WaitingGradient:
+                    _set_class(value, torch.Tensor)
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def _set_class(tensor: Any, kind: type[torch.Tensor]) -> None:
+    tensor.__class__ = kind
 
 
 def _wait_for(param: torch.Tensor) -> None:
@@ -73,24 +93,27 @@ def can_wait(param: torch.Tensor) -> bool:
     return type(param) in (nn.Parameter, WaitingParameter)
 
 
-def let_wait(records: Iterable[ParamRecord]) -> None:
-    """Make readers wait for those of these parameters that `overlap_with` was told."""
+def let_wait(records: Iterable[ParamRecord], *, is_behind: bool = False) -> None:
+    """Make readers wait for those of these parameters that `overlap_with` was told; `is_behind`: for gradients, too."""
     for record in records:
         if record.is_awaited:
-            record.leaf.__class__ = WaitingParameter
+            _set_class(record.leaf, WaitingParameter)
+            if is_behind and type(grad := record.leaf.grad) is torch.Tensor:
+                _set_class(grad, WaitingGradient)
 
 
 def let_read(records: Iterable[ParamRecord]) -> None:
     """Make nobody wait for these parameters any more. Call it in a shift of the worker, or with that kept away."""
     for record in records:
         if type(record.leaf) is WaitingParameter:  # isinstance would ask the class of all parameters
-            record.leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+            _set_class(record.leaf, nn.Parameter)
 
 
 def _end_updates() -> None:
     """Wait for what must end before a fork: a child has nobody who does it, and its parameters are those of now."""
     for body in known_bodies():
-        if body.is_own_process and any(isinstance(leaf, WaitingParameter) for leaf in body.table.leaves):
+        must_end = body.is_own_process and not _has_nothing_left(body.worker)
+        if must_end and any(isinstance(leaf, WaitingParameter) for leaf in body.table.leaves):
             body.worker.wait_until(partial(_has_nothing_left, body.worker))
 
 

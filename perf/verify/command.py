@@ -12,12 +12,7 @@ from rich.text import Text
 
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.accelerator import device_here, facts_of
-from nvme_offload.perf.measure.command_line import (
-    Json,
-    KnobError,
-    check_folder,
-    failures_in_words,
-)
+from nvme_offload.perf.measure.command_line import Json, KnobError, check_folder, failures_in_words
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.verify.outcome import Outcome, Site, exit_status
 from nvme_offload.perf.verify.run import CHECKS
@@ -42,11 +37,7 @@ def verify(
     """
     with failures_in_words():
         device = device_here()
-        site = Site(
-            device="cpu" if device is None else device.type,
-            folder=path.absolute(),
-            large=device is not None,
-        )
+        site = Site(device="cpu" if device is None else device.type, folder=path.absolute(), large=device is not None)
         if unknown := set(only or ()) - CHECKS.keys():
             raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
         names = [name for name in CHECKS if name in (only or CHECKS)]
