@@ -37,9 +37,8 @@ class Passes:
         """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
 
         Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
-        leaves gradients of which nobody knows how much is in them: on one rank, the same. Within ``accumulate`` it is
-        so after any exception at all, unless `is_done` says that the pass is whole. `begin_anew` drops the gradients of
-        the step.
+        leaves gradients of which nobody knows how much is in them: the same. Within ``accumulate`` it is so after any
+        exception at all, unless `is_done` says that the pass is whole. `begin_anew` drops the gradients of the step.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
@@ -55,8 +54,8 @@ class Passes:
                 raise said from error
             return
         is_of_tier = isinstance(error, SwapIOError | CorruptionError)
-        may_go_on = self._num_ranks > 1 or (where == "forward" and isinstance(error, Exception))
-        if self._way_on or (not is_of_tier and may_go_on and where != "accumulate"):
+        goes_on = where == "forward" and (self._num_ranks > 1 or isinstance(error, Exception))
+        if self._way_on or (goes_on and not is_of_tier):
             return
         if is_of_tier and self._num_ranks > 1:
             self._way_on = "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
@@ -74,7 +73,8 @@ class Passes:
         """Say what is left of the step. Where subgroups were updated in backward, it cannot be done again."""
         store = self._optimizer.store
         if not store.has_unfinished_step:
-            return "The gradients of this step were dropped: do it again from its first micro-batch."
+            ranks = " on all ranks" * (self._num_ranks > 1)
+            return f"The gradients of this step were dropped: do it again from its first micro-batch{ranks}."
         return f"The gradients of this step were dropped, and {store.condition.situation}. {store.condition.way_on}"
 
 

@@ -185,7 +185,7 @@ def _of_any_rank(names: list[str], number: int, has: list[bool], mesh: DeviceMes
     latest, first, *of_any = largest([number, -number, *has], *mesh.get_all_groups())
     if latest != -first:
         both = f"those of {names[-first]!r} on one, of {names[latest]!r} on another"
-        remedy = "add 0.0 * output.sum() to a loss that leaves a block out. End all ranks, resume from a checkpoint"
+        remedy = "add 0.0 * output.sum() to a loss that leaves a block out"
         raise StateError("backward", "gradients of the same blocks on all ranks", f"{both}: {remedy}")
     return of_any
 
