@@ -34,11 +34,12 @@ class Passes:
     def run(
         self, where: str, begin_anew: Callable[[], None], is_done: Callable[[], bool] | None = None
     ) -> AbstractContextManager[None]:
-        """Leave FSDP2 and the gradients as before the step, after an I/O error or Ctrl-C inside forward or backward.
+        """Leave FSDP2 and the gradients as before the step, after an exception inside forward or backward.
 
-        Where that cannot be, no other pass begins, and the other ranks are told. Any other exception out of a backward
-        leaves gradients of which nobody knows how much is in them: the same. Within ``accumulate`` it is so after any
-        exception at all, unless `is_done` says that the pass is whole. `begin_anew` drops the gradients of the step.
+        Where that cannot be, as after an I/O error on one of several ranks, no other pass begins, and the others are
+        told. Another exception out of a forward leaves the gradients of earlier micro-batches. Within ``accumulate``
+        all are dropped, by `begin_anew`, unless `is_done` says that the pass is whole. After Ctrl-C on several ranks
+        nobody knows where the others are, and nothing is done.
         """
         if self._way_on:
             raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
@@ -53,17 +54,20 @@ class Passes:
             if said is not error:
                 raise said from error
             return
-        is_of_tier = isinstance(error, SwapIOError | CorruptionError)
-        goes_on = where == "forward" and (self._num_ranks > 1 or isinstance(error, Exception))
-        if self._way_on or (goes_on and not is_of_tier):
+        is_of_tier, is_ordinary = isinstance(error, SwapIOError | CorruptionError), isinstance(error, Exception)
+        if self._way_on or not (is_ordinary or where == "accumulate" or self._num_ranks == 1):
             return
+        keeps_gradients = where == "forward" and is_ordinary and not is_of_tier
         if is_of_tier and self._num_ranks > 1:
             self._way_on = "Other ranks wait for this one in a collective: end them all and resume from a checkpoint."
             self._peers.tell(where, error, goes_on=False)
-        elif not hasattr(self._module, "reset_iter_state"):  # before torch 2.13
-            self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
-        else:
+        elif hasattr(self._module, "reset_iter_state"):
             self._module.reset_iter_state()
+        elif not keeps_gradients:  # before torch 2.13
+            self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
+        if keeps_gradients:
+            return
+        if not self._way_on:
             begin_anew()
         note = self._way_on or self._what_dropping_left()
         if note not in getattr(error, "__notes__", ()):  # a forward within `accumulate` may have said it
@@ -73,7 +77,7 @@ class Passes:
         """Say what is left of the step. Where subgroups were updated in backward, it cannot be done again."""
         store = self._optimizer.store
         if not store.has_unfinished_step:
-            ranks = " on all ranks" * (self._num_ranks > 1)
+            ranks = ", on all ranks" * (self._num_ranks > 1)
             return f"The gradients of this step were dropped: do it again from its first micro-batch{ranks}."
         return f"The gradients of this step were dropped, and {store.condition.situation}. {store.condition.way_on}"
 

@@ -408,18 +408,10 @@ EDGES += [0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7F808000, 0x7FBFFFFF, 0x7FC00000
 pools = pytest.mark.parametrize("pool", [KernelPool(2, isa=isa) for isa in available_isas()], ids=lambda pool: pool.isa)
 
 
-def fp32_from_bits(bits: np.ndarray) -> np.ndarray:
-    return bits.astype(np.uint32).view(np.float32)
-
-
-def bits16(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.view(torch.int16).numpy().view(np.uint16)
-
-
 def edges_and_samples(num_samples: int) -> np.ndarray:
     edges = np.array(EDGES, np.uint32)
     samples = np.random.default_rng(0).integers(0, 2**32, num_samples, np.uint32)
-    return fp32_from_bits(np.concatenate([edges, edges | np.uint32(2**31), samples]))
+    return np.concatenate([edges, edges | np.uint32(2**31), samples]).astype(np.uint32).view(np.float32)
 
 
 @pools
@@ -427,7 +419,7 @@ def test_halves_are_those_of_the_twin(pool):
     values = edges_and_samples(1_000_003)
     hi, lo = pool.split(torch.from_numpy(values))
     expected_hi, expected_lo = split_reference(values)
-    np.testing.assert_array_equal(bits16(hi), expected_hi)
+    np.testing.assert_array_equal(hi.view(torch.int16).numpy().view(np.uint16), expected_hi)
     np.testing.assert_array_equal(lo.numpy(), expected_lo)
     joined = pool.join(hi, lo).numpy()
     np.testing.assert_array_equal(joined.view(np.uint32), join_reference(expected_hi, expected_lo).view(np.uint32))

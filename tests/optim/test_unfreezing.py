@@ -18,10 +18,6 @@ STEPS, UNFROZEN_AT = 4, 1
 MIXED = {**BF16, "gradient_accumulation_dtype": "fp32"}
 
 
-def is_frozen(name):
-    return name.startswith("blocks.0.")
-
-
 def train(rank, config, freeze):
     """With gradients dropped in place of freezing, all layers are the optimizer's from the start: the reference."""
     model = fresh_model()
@@ -36,7 +32,7 @@ def train(rank, config, freeze):
             backward(engine, rank, step)
             if not freeze and step < UNFROZEN_AT:
                 for name, param in engine.module.named_parameters():
-                    param.grad = None if is_frozen(name) else param.grad
+                    param.grad = None if name.startswith("blocks.0.") else param.grad
             engine.step()
             norms.append(engine.get_global_grad_norm())
             assert all(param.grad is None for param in engine.module.parameters())

@@ -31,15 +31,11 @@ def random_bits(shape, dtype=torch.float32, seed=0):
     return raw.view(dtype).view(shape)
 
 
-def bits_of(tensor):
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten()).view(torch.uint8)
-
-
 def same_bits(left, right):
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    left, right = (bits_of(tensor) for tensor in (left, right))
-    return torch.equal(left, right)
+    flat = (torch.empty(each.numel(), dtype=each.dtype).copy_(each.flatten()) for each in (left, right))
+    return torch.equal(*(each.view(torch.uint8) for each in flat))
 
 
 def swap_file(swapper, index=0):

@@ -97,13 +97,9 @@ def check_rank(rank, world_size, path, cases, steps):
     return check(path, cases, steps, rank)
 
 
-def is_hidden(case):
-    return case["place"] != "host" or case["schedule"] is not None
-
-
 def assert_hidden(cases, hidden):
     for case, updates in zip(cases, hidden, strict=True):
-        assert (updates > 0) == is_hidden(case), case
+        assert (updates > 0) == (case["place"] != "host" or case["schedule"] is not None), case
 
 
 @pytest.mark.filterwarnings("ignore")

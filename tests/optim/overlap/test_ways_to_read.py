@@ -34,10 +34,6 @@ def in_memory(param):
     return param
 
 
-def at_address(param):
-    return ctypes.string_at(in_memory(param).data_ptr(), param.nbytes)
-
-
 def in_a_child(param):
     """What a forked process finds; only its end of the pipe, which is small, is read."""
     reading, writing = os.pipe()
@@ -94,7 +90,7 @@ WAYS = {
     "average": lambda model: torch.zeros(388, 129).lerp_(weight(model).detach(), 0.5),
     "AveragedModel": averaged,
     "dlpack": lambda model: torch.from_dlpack(in_memory(weight(model)).detach()),
-    "data_ptr": lambda model: at_address(weight(model)),
+    "data_ptr": lambda model: ctypes.string_at(in_memory(weight(model)).data_ptr(), weight(model).nbytes),
     "storage": lambda model: [weight(model).untyped_storage()[place] for place in range(64)],
     "in place": lambda model: weight(model).data.mul_(1.5),
     "copy_": lambda model: torch.zeros(388, 129).copy_(weight(model)),

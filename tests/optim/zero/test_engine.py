@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -240,9 +241,7 @@ def test_an_overflow_is_counted_once_where_its_warning_is_an_error(make_engine):
 
 
 def test_a_scheduler_that_raises_leaves_a_step_that_is_done(alone, tmp_path):
-    def one_cycle(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=2)
-
+    one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=2)
     with initialize(fresh_model(), section(**BF16), lr_scheduler=one_cycle) as engine:
         step_of(engine, 0)
         step_of(engine, 1)
@@ -284,6 +283,36 @@ def test_blocks_may_be_called_before_the_model_and_a_graph_of_gradients_is_refus
             loss_of(engine, 0, 0, 0).backward(create_graph=True)
         backward(engine, 0, 0)
         engine.step()
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def after_an_exception(rank, world_size):
+    """A forward or a backward ends in one, all ranks catch it, and somebody changes the weights."""
+    ends = []
+    for register in (None, "register_forward_pre_hook", "register_full_backward_hook"):
+        with initialize(fresh_model(), section(2, **BF16)) as engine:
+            if register is not None:
+                handle = getattr(engine.module.blocks[0], register)(fail)
+                with pytest.raises(ZeroDivisionError):
+                    backward(engine, rank, 0)
+                handle.remove()
+            with torch.no_grad():
+                for param in engine.module.parameters():
+                    param.mul_(1.5)
+            backward(engine, rank, 1)
+            engine.step()
+            ends.append(full_state(engine.module, engine.optimizer))
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
+@GOES_ON
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exception_that_is_caught_leaves_nothing_of_its_pass(world_size):
+    run_ranks(after_an_exception, world_size)
 
 
 @pytest.mark.filterwarnings("error")
@@ -331,10 +360,7 @@ def test_a_scheduler_that_cannot_be_made_leaves_nothing_behind(alone, tmp_path):
 
 def test_the_schedule_moves_the_learning_rate_once_per_step(alone):
     """One of the caller's own, before that of the section, which zero/test_param_groups.py follows."""
-
-    def halve(optimizer):
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
+    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     with initialize(fresh_model(), section(scheduler={"type": "WarmupLR"}), lr_scheduler=halve) as engine:
         step_of(engine, 0)
         assert engine.optimizer.param_groups[0]["lr"] == HYPERPARAMETERS["lr"] / 2
