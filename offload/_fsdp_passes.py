@@ -193,19 +193,19 @@ def _pre_backward(begin: Callable[[torch.Tensor], torch.Tensor], groups: Sequenc
     return begin(grad)
 
 
-def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool], Any], list[int]]) -> None:
+def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool]], list[int]]) -> None:
     """Let all ranks reduce the same parameters: who has no gradient of one that another rank has one of gives zeros.
 
     ``FSDPParamGroup.post_backward`` (2.11 to 2.15) reduces what this rank has gradients of, one behind the other. Where
     an expert is idle on one rank, it adds gradients of different parameters, or waits for ever. `of_any` is told the
-    modules that gather, this one's number, what there is a gradient of, and the mesh: it asks the other ranks.
+    modules that gather, this one's number, and what there is a gradient of: it asks the other ranks.
     """
     named = {id(group): (name, group) for name, module in model.named_modules() for group in fsdp_param_groups(module)}
     names, most = [name for name, _ in named.values()], max(len(group.fsdp_params) for _, group in named.values())
 
     def post_backward(number: int, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
         has = [_has_grad(record) for record in group.fsdp_params] + [False] * (most - len(group.fsdp_params))
-        asked = of_any(names, number, has, group.mesh_info.mesh) if group.reduce_grads else has
+        asked = of_any(names, number, has) if group.reduce_grads else has
         for record, is_here, is_anywhere in zip(group.fsdp_params, has, asked, strict=False):
             if is_anywhere and not is_here:
                 param = record._unsharded_param

@@ -84,8 +84,8 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         if self.config.keep == "all":
             found = []
         self._store = _store_of(config, faults)
-        contexts = {"contexts": self._attention_contexts} if self.config.keep == "attention" else {}
-        self._undo: Callable[[], object] = checkpoint_calls(found, self._is_outermost, **contexts)
+        keeps = {"contexts": lambda: AttentionResults(self.keep).contexts()} if self.config.keep == "attention" else {}
+        self._undo: Callable[[], object] = checkpoint_calls(found, self._is_outermost, **keeps)
 
     @property
     def tier(self) -> NvmeTier | None:
@@ -156,9 +156,6 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         """Whether a block that is called now saves here, and not in somebody's checkpoint around it."""
         hooks = top_saved_tensor_hooks()
         return hooks is not None and hooks[0] is self._pack
-
-    def _attention_contexts(self) -> tuple[Any, Any]:
-        return AttentionResults(self.keep).contexts()
 
 
 @not_compiled

@@ -3,10 +3,12 @@
 import pickle
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.devices.device import HOST, current_of
@@ -102,6 +104,13 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return where tensors have to be for collectives of a group: on the CPU, unless it has no backend for that."""
     kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     return HOST if HOST.type in kinds else current_of(kinds[0])
+
+
+def host_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups of a mesh for what is on the CPU: a group of NCCL alone would wait for all that is computed."""
+    gloo = partial(dist.new_group, backend="gloo", use_local_synchronization=True)
+    groups = mesh.get_all_groups()
+    return [each if device_of(each) == HOST else gloo(dist.get_process_group_ranks(each)) for each in groups]
 
 
 def reachable(tensor: Any) -> Any:

@@ -107,7 +107,7 @@ def initialize(
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
-    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh), _if_read(given))
+    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh), given)
     groups = mesh.get_all_groups()
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
@@ -259,10 +259,6 @@ def _section(config: Any, model: Any, more: Mapping[str, Any]) -> Any:
         "that require a gradient, param_groups= says which have other hyperparameters, and loaders are yours. For a "
         "script of DeepSpeed's write import nvme_offload.deepspeed as deepspeed: its initialize takes these arguments"
     )
-
-
-def _if_read(given: Any) -> OffloadConfig | None:
-    return given if isinstance(given, OffloadConfig) else None
 
 
 def _check_is_on(model: nn.Module, current: torch.device) -> None:

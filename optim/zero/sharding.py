@@ -1,7 +1,7 @@
 """Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
-from nvme_offload.optim.ranks.collective import largest
+from nvme_offload.optim.ranks.collective import host_groups, largest
 from nvme_offload.optim.ranks.drives import join
 from nvme_offload.optim.tiers.parts import (
     CONVERTED,
@@ -63,12 +63,12 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def default_mesh(device_type: str, config: OffloadConfig | None = None) -> DeviceMesh:
-    """Return a mesh of all ranks, which follow the drives of `config`; without a launcher, of this process alone."""
+def default_mesh(device_type: str, config: object = None) -> DeviceMesh:
+    """Return a mesh of all ranks, which follow the drives of a read `config`; without a launcher, of this process."""
     if not dist.is_initialized():
         backend = _backend_for(device_type)
         if is_launched():
-            join(backend, config)
+            join(backend, config if isinstance(config, OffloadConfig) else None)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
             dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
@@ -171,7 +171,7 @@ def shard_model(
         for module in model.modules():
             compute_on_shards(module)
     else:
-        reduce_alike(model, _of_any_rank)
+        reduce_alike(model, partial(_of_any_rank, host_groups(mesh)))
         if is_host(torch.device(mesh.device_type)):
             gather_in_kept_memory(model)
     for module in model.modules():
@@ -180,9 +180,9 @@ def shard_model(
     return model
 
 
-def _of_any_rank(names: list[str], number: int, has: list[bool], mesh: DeviceMesh) -> list[int]:
+def _of_any_rank(groups: Sequence[dist.ProcessGroup], names: list[str], number: int, has: list[bool]) -> list[int]:
     """Return what some rank has a gradient of; StateError where ranks come to different modules. Collective."""
-    latest, first, *of_any = largest([number, -number, *has], *mesh.get_all_groups())
+    latest, first, *of_any = largest([number, -number, *has], *groups)
     if latest != -first:
         both = f"those of {names[-first]!r} on one, of {names[latest]!r} on another"
         remedy = "add 0.0 * output.sum() to a loss that leaves a block out"
