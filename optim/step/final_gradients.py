@@ -26,7 +26,7 @@ from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import IN_BACKWARD, InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.tiers.parts import ShardParts, parts_of
+from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.updates.whole_params import WholeParams
 
 
@@ -247,7 +247,10 @@ class FinalGradients:
             self._take_back_or_refuse(record)
             return
         may_begin = self.backward.is_last and self._begins_next and not self.must_agree and self._may_begin(record)
-        if store.is_closed or not may_begin or not _is_reduced(parts):
+        if store.is_closed or not may_begin:
+            return
+        # FSDP2 knows of its own units whether backward adds to what has arrived; DDP may still reduce a plain gradient.
+        if dist.is_initialized() if parts is None else num_backwards_left(parts.owner):
             return
         if whole is None:
             self._hand_in(record, leaf)
@@ -377,6 +380,8 @@ class FinalGradients:
             store.durability.take_back(list(guess.updated), store.pipeline)
             self._meter.count_updates(taken_back=len(guess.updated))
             store.be_whole()
+            if isinstance(store.worker.failure, StateError):  # of a gradient that has changed, as it may of a guess
+                store.worker.note_failure(None)
             let_read(store.table[index] for index in begun.claims.final)
 
     def drop_begun(self) -> None:
@@ -448,14 +453,6 @@ class FinalGradients:
         self._inbox = inbox
         store.enter(begun, job)
         return begun
-
-
-def _is_reduced(parts: ShardParts | None) -> bool:
-    """Whether backward neither adds to a gradient that has arrived nor reduces it.
-
-    FSDP2 knows it of its own units. DDP may reduce a plain module's gradient after it has arrived.
-    """
-    return not dist.is_initialized() if parts is None else not num_backwards_left(parts.owner)
 
 
 def _identity_of(leaf: torch.Tensor) -> tuple[int, ...]:

@@ -174,7 +174,8 @@ class StepJob:
         try:
             record.check_grads(params)
         except BaseException:
-            record.become(StepPhase.SPOILT)  # with which gradient, nobody knows
+            if record.claims.way_back is None:  # with which gradient, nobody knows
+                record.become(StepPhase.SPOILT)
             raise
         if record.phase is not StepPhase.BEGUN:  # before: who finds nothing left to wait for finds a plain parameter
             let_read(self._store.table[index] for index in params if record.ends_with(slot, index))

@@ -112,10 +112,10 @@ def be_eager(patch):
 
 def wait_for_guessed(optimizer):
     """Wait until backward has updated something, where it guesses; whether it has."""
-    store = optimizer.store
-    if store.record is None or store.record.phase.name != "BEGUN":
+    store, worker = optimizer.store, optimizer.store.worker
+    job, idle = worker.job, []
+    if job is None or store.record is None or store.record.phase.name != "BEGUN":
         return False
-    worker, job, idle = store.worker, store.worker.job, []
     guess = job.source and job.source.guess
 
     def can_go_on(slot):

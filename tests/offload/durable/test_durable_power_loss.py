@@ -95,56 +95,29 @@ def test_ten_thousand_random_subsets(paths, monkeypatch, seed):
     assert not list(problems(paths, monkeypatch, every=True, num_random=1000, seed=seed))
 
 
-def no_sync_of_the_data(patch):
-    patch.setattr(spaces, "sync_data", lambda fd: None)
+def newest_by_step(files):
+    return sorted((held for held in files._held if held), key=lambda held: (held.step, held.sequence), reverse=True)
 
 
-def manifests_ordered_by_step(patch):
-    def newest_first(files):
-        return sorted((held for held in files._held if held), key=lambda held: (held.step, held.sequence), reverse=True)
-
-    patch.setattr(ManifestFiles, "newest_first", newest_first)
+def opened_without_sync(folder, name, *, direct):
+    return Descriptor(os.open, folder / name, os.O_RDWR | os.O_CLOEXEC)
 
 
-def stale_manifests_left_alive(patch):
-    patch.setattr(ManifestFiles, "destroy", lambda files, manifest: None)
-
-
-def manifests_that_do_not_last(patch):
-    def opened(folder, name, *, direct):
-        return Descriptor(os.open, folder / name, os.O_RDWR | os.O_CLOEXEC)
-
-    patch.setattr(manifests, "open_synced", opened)
-
-
-def torn_manifests_taken_for_whole(patch):
-    patch.setattr(manifests, "_digest", lambda header, body: bytes(32))
-
-
-def one_extent_for_each_slot(patch):
-    """As where state is not durable."""
-    patch.setattr(runs.ExtentRing, "_is_kept", lambda ring, record, extent: False)
-
-
-def snapshots_that_pin_nothing(patch):
-    patch.setattr(runs.ExtentRing, "pin", lambda ring, name, tables: None)
-
-
-WRONG = [
-    no_sync_of_the_data,
-    manifests_ordered_by_step,
-    stale_manifests_left_alive,
-    manifests_that_do_not_last,
-    torn_manifests_taken_for_whole,
-    one_extent_for_each_slot,
-    snapshots_that_pin_nothing,
-]
+WRONG = {
+    "no sync of the data": (spaces, "sync_data", lambda fd: None),
+    "manifests ordered by step": (ManifestFiles, "newest_first", newest_by_step),
+    "stale manifests left alive": (ManifestFiles, "destroy", lambda files, manifest: None),
+    "manifests that do not last": (manifests, "open_synced", opened_without_sync),
+    "torn manifests taken for whole": (manifests, "_digest", lambda header, body: bytes(32)),
+    "one extent for each slot": (runs.ExtentRing, "_is_kept", lambda ring, record, extent: False),
+    "snapshots that pin nothing": (runs.ExtentRing, "pin", lambda ring, name, tables: None),
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("paths", [1], indirect=True, ids=["one path"])
 def test_what_is_known_to_be_wrong_is_found(paths, monkeypatch, wrong):
-    wrong(monkeypatch)
+    monkeypatch.setattr(*WRONG[wrong])
     try:
         found = next(problems(paths, monkeypatch, num_random=600), None)
     except (CorruptionError, ResumeError) as error:  # without any crash

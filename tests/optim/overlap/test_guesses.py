@@ -1,7 +1,9 @@
 """Updates that begin in backward with a guess: the bits of the plain order, whether it was right or taken back."""
 
 import errno
+import pkgutil
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -242,25 +244,57 @@ def test_closing_between_backward_and_step_leaves_the_latest_step(alone, eager, 
         assert engine.resume()[0] == 2
 
 
+def train_plain(path, schedule, between=lambda step, layers: None):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+    config = config_of(path, schedule, bf16={"enabled": False}, optimizer={"type": "AdamW"})
+    del config["bf16"], config["optimizer"]
+    with OffloadAdamW(layers.parameters(), lr=1e-3, offload=config) as optimizer:
+        optimizer.overlap_with(layers)
+        for step in range(6):
+            (layers(torch.ones(2, 300)).square().sum() * (1e3 if step == 3 else 1e-3)).backward()
+            between(step, layers)
+            wait_for_guessed(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return {name: value.clone() for name, value in layers.state_dict().items()}, optimizer.stats()
+
+
 def test_a_plain_module_guesses_too(alone, eager, drive):
-    ends = []
-    for schedule in ("off", "speculate"):
-        torch.manual_seed(0)
-        layers = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
-        config = config_of(drive, schedule, bf16={"enabled": False}, optimizer={"type": "AdamW"})
-        del config["bf16"], config["optimizer"]
-        with OffloadAdamW(layers.parameters(), lr=1e-3, offload=config) as optimizer:
-            optimizer.overlap_with(layers)
-            for step in range(6):
-                (layers(torch.ones(2, 300)).square().sum() * (1e3 if step == 3 else 1e-3)).backward()
-                wait_for_guessed(optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.synchronize()
-            ends.append({name: value.clone() for name, value in layers.state_dict().items()})
-            stats = optimizer.stats()
-    assert_same(*ends)
+    plain, _ = train_plain(drive, "off")
+    ours, stats = train_plain(drive, "speculate")
+    assert_same(ours, plain)
     assert stats.guesses > stats.wrong_guesses > 0
+
+
+@pytest.mark.parametrize("where", ["guess.Guess.allows", "job.read_update_write"])
+def test_a_gradient_clipped_by_torch_while_a_guess_takes_it_undoes_the_guess(alone, eager, drive, monkeypatch, where):
+    plain, _ = train_plain(drive, "off", lambda step, layers: step == 4 and clip_by_torch(layers))
+    path = f"nvme_offload.optim.step.{where}"
+    call, is_final, is_clipped = pkgutil.resolve_name(path), threading.Event(), threading.Event()
+
+    def between(step, layers):
+        def clip_beside(*args):  # in the worker: before it looks at the gradient, or after the kernel has read it
+            answer = call(*args)
+            if is_final.wait(60) and not is_clipped.is_set():
+                clip_by_torch(layers)
+                is_clipped.set()
+            return answer
+
+        if step == 3:  # the next forward waits for this step's updates
+            layers.register_forward_hook(lambda *_: monkeypatch.setattr(path, clip_beside))
+        if step == 4:
+            is_final.set()
+            assert is_clipped.wait(60)
+
+    ours, stats = train_plain(drive, "speculate", between)
+    assert_same(ours, plain)
+    assert stats.wrong_guesses > 0
+
+
+def clip_by_torch(layers):
+    torch.nn.utils.clip_grad_norm_(layers.parameters(), 1e-3)
 
 
 LOST = 5  # the step whose commit fails on one rank
