@@ -74,10 +74,6 @@ def _begin_alike(cast: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether what comes first in memory is the same in the dtype of the cast, which keeps the strides."""
     if not is_plain(param) or param.dtype is cast.dtype or not param.dtype.is_floating_point:
         return False
-    first, own = (_first_of(tensor) for tensor in (cast, param.detach()))
+    pair = cast, param.detach()
+    first, own = (each.as_strided((min(each.numel(), _SAMPLE),), (1,), each.storage_offset()) for each in pair)
     return torch.equal(first, own.to(cast.dtype))
-
-
-def _first_of(tensor: torch.Tensor) -> torch.Tensor:
-    numel = min(tensor.numel(), _SAMPLE)
-    return torch.as_strided(tensor, (numel,), (1,), tensor.storage_offset())

@@ -139,7 +139,9 @@ class Resumption:
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
         """Return those of this rank's manifests, as `find` gives them, that all ranks have; newest first."""
-        own = self._ranks.together(lambda: {self._commit_of(found): found for found in find()})
+        own = self._ranks.together(  # earlier versions gave a commit no identity
+            lambda: {found.commit_id or f"commit {self._content(found).tick}": found for found in find()}
+        )
         steps = {commit: manifest.step for commit, manifest in own.items()}
         of_all = self._ranks.gather(_Offer(socket.gethostname(), str(self._run.folder), steps, random_id()))
         common = set.intersection(*(set(offer.steps) for offer in of_all.values()))
@@ -151,10 +153,6 @@ class Resumption:
         different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
         self._refuse_where_any("is of another run than this", different[0])
         return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
-
-    def _commit_of(self, manifest: Manifest) -> str:
-        """Return the identity of a commit; that of an earlier version, which had none, is known by its tick."""
-        return manifest.commit_id or f"commit {self._content(manifest).tick}"
 
     def _refuse_other_histories(self, of_all: Mapping[int, _Offer], common: set[str]) -> None:
         """Raise ResumeError on every rank where ranks have no commit in common, or parted behind the one they have."""

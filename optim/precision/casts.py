@@ -222,7 +222,8 @@ def _in_fp32(
     **kwargs: Any,
 ) -> Any:
     """Call `forward` in fp32 and return what it gives in the dtype that it was given."""
-    came = _floating_dtypes((args, kwargs))
+    leaves, _ = tree_flatten((args, kwargs))
+    came = [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     args, kwargs = _cast((args, kwargs), SIXTEEN_BITS, torch.float32)
     output = forward(*args, **kwargs)
     goes = came[0] if came else without_inputs
@@ -271,11 +272,6 @@ def _norm_in_fp32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _is_one_of(module: nn.Module, classes: Iterable[type[nn.Module]]) -> bool:
     """Whether a module's forward is that of one of these classes: one that is written anew casts as it wants."""
     return any(type(module).forward is one.forward for one in classes)
-
-
-def _floating_dtypes(tree: Any) -> list[torch.dtype]:
-    leaves, _ = tree_flatten(tree)
-    return [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:

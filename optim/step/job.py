@@ -117,15 +117,12 @@ class StepJob:
         if record.phase is StepPhase.BEHIND and not record.pending:
             self._finish()
         is_last_use = source is not None and record.claims.way_back is None and block not in source.left
-        if is_last_use and block not in map(self._block_of, record.inputs.grads):
+        if is_last_use and all(store.blocks.number_of(store.table[it].leaf) != block for it in record.inputs.grads):
             store.blocks.forget_gradients(block)
         store.worker.wake()
 
     def _takes_turns(self, slot: SlotRecord) -> bool:
         return self._store.blocks.takes_turns(slot.subgroup.block)
-
-    def _block_of(self, index: int) -> int:
-        return self._store.blocks.number_of(self._store.table[index].leaf)
 
     def give_up(self, error: BaseException) -> None:
         """Add to an error, which may surface far from here, what it means for the step.

@@ -59,7 +59,8 @@ class Iterations(AbstractContextManager["Iterations"]):
         if way == "checkpointing":
             self._stack.callback(checkpoint_calls(list(self._model.blocks), lambda: True))
         elif way != "plain":
-            place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget_bytes(way, width, context)}
+            budget = BUDGETS[way] * width * context * torch.float32.itemsize
+            place = {"device": "nvme", "nvme_path": str(path), "host_budget": budget}
             swapper = ActivationSwapper({"activations": {"keep": way, **place}}, model=self._model)
             self._saving = self._stack.enter_context(swapper).saving
 
@@ -82,16 +83,6 @@ class Iterations(AbstractContextManager["Iterations"]):
             if param.grad is not None:
                 found.update(param.grad.numpy().tobytes())
         return found.hexdigest()
-
-
-def budget_bytes(way: str, width: int, context: int) -> int:
-    """Return the host memory for what a way keeps on the drive."""
-    return BUDGETS[way] * input_bytes(width, context)
-
-
-def input_bytes(width: int, context: int) -> int:
-    """Return the bytes of what enters a layer."""
-    return width * context * torch.float32.itemsize
 
 
 def peak_of(told: Iterator[Any], send: Send) -> None:

@@ -136,10 +136,10 @@ def tensors(stack: ExitStack, folder: Path, numel: int, *, count: int, size: int
 def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     """Steps with state on the drive."""
 
-    def made(sub_group_size: int = numel // 4, **lasts: Any) -> OffloadAdamW:
+    def made(sub_group_size: int = numel // 4, num_steps: int = 2, **lasts: Any) -> OffloadAdamW:
         state = {"buffer_count": 3, "staging_budget": "320MiB", **lasts}
         its = section(folder, state=state, sub_group_size=sub_group_size, gradient_clipping=CLIPPING)
-        return stack.enter_context(_ours(LARGE, numel // LARGE, its))
+        return stack.enter_context(_ours(LARGE, numel // LARGE, its, num_steps))
 
     in_memory = section(None, gradient_clipping=CLIPPING)
     few, many, memory = made(), made(numel // 64), stack.enter_context(_ours(LARGE, numel // LARGE, in_memory))
@@ -156,6 +156,16 @@ def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
         lasting = made(durable=unused_name(), rewrite_every=period)
         pair = {"ours": partial(_settle, lasting), "other": partial(_settle, few), "beside": "one in place"}
         yield Cost(name=f"durable step, k = {period}", **pair, **each)
+    name = unused_name()
+    _settle(made(durable=name))
+
+    def begin(*, resumes: bool) -> None:
+        stack.pop_all().close()
+        optimizer = made(num_steps=0, durable=name if resumes else unused_name())
+        optimizer.resume()
+
+    resume, fresh = partial(begin, resumes=True), partial(begin, resumes=False)
+    yield Cost(name="resume, with construction", beside="a fresh run", ours=resume, other=fresh, **each)
 
 
 def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
@@ -192,9 +202,9 @@ def engines(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     yield Cost(name="load", beside="DCP", ours=lambda: engine.load_checkpoint(folder / "ours"), other=load, **each)
 
 
-def _ours(count: int, numel: int, its: dict[str, Any]) -> OffloadAdamW:
+def _ours(count: int, numel: int, its: dict[str, Any], num_steps: int = 2) -> OffloadAdamW:
     optimizer = OffloadAdamW(bf16_params(count, numel), lr=1e-3, offload=its)
-    for _ in range(2):
+    for _ in range(num_steps):
         optimizer.step()
     return optimizer
 

@@ -4,6 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import OffloadConfig, OffloadEngine, initialize
 from nvme_offload.offload.units import GiB
 from nvme_offload.optim.telemetry.stats import OptimizerStats
-from nvme_offload.perf.measure.command_line import Folder, SaveTo
+from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
+from nvme_offload.perf.measure.comparison import Case
 from nvme_offload.perf.measure.durable_runs import runs_removed, unused_name
 from nvme_offload.perf.measure.experiment import Row, run_experiment
 from nvme_offload.perf.measure.machine import (
@@ -216,12 +219,30 @@ def _planned(config: OffloadConfig, size: tuple[int, int], computing: float, rat
     return predict(job, machine)
 
 
-def _iterations(engine: OffloadEngine, batches: Sequence[torch.Tensor], count: int) -> float:
+@micro_batches.command()
+def turns(path: Folder, layers: Layers = 12, width: Width = 512, quads: Quads = 6, save_to: SaveTo = None) -> None:
+    """Measure block by block beside the loop with activation checkpointing, by turns on a real drive."""
+    batches = list(torch.randn(8, 128, width))
+    with ExitStack() as stack:
+        arms = []
+        for order in reversed(_ORDERS):
+            model = layered_model(layers, width)
+            for layer in model if order == "horizontal" else ():
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            its = section(path, params=4, grads=4, micro_batch_order=order, gradient_accumulation_steps=8)
+            engine = stack.enter_context(initialize(model, {**its, **MODES["bf16"], "gradient_clipping": 1.0}))
+            arms.append(partial(_iterations, engine, batches, 1, 1))
+        found = Case(name="8 micro-batches of 128 tokens", ours=arms[0], reference=arms[1]).measure(quads)
+        title, notes = "Block by block beside the loop with checkpointing", [f"{layers} layers of {8 * width**2:,}"]
+        run_experiment("micro-batches-turns", title, found, lambda found: notes, path=path, save_to=save_to)
+
+
+def _iterations(engine: OffloadEngine, batches: Sequence[torch.Tensor], count: int, before: int = 2) -> float:
     """Train; give the mean seconds of `count` iterations after some that do not count, and wait for all that runs."""
     moments = []
-    for _ in range(_WARM_STEPS + count):
+    for _ in range(before + count):
         engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
         engine.step()
         moments.append(time.perf_counter())
     engine.optimizer.synchronize()
-    return mean(after - start for start, after in pairwise(moments[_WARM_STEPS - 1 :]))
+    return mean(after - start for start, after in pairwise(moments[before - 1 :]))

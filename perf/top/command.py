@@ -59,14 +59,8 @@ def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableT
         parts.insert(0, _table(STEP_HEAD, moved))
     if lines is None or lines >= WHOLE_LINES:
         parts.insert(0, _tiers(record["tiers"]))
-    return Panel(
-        Group(*parts), title=_title(record), title_align="left", subtitle=_state(run, now), subtitle_align="left"
-    )
-
-
-def _title(record: Mapping[str, Any]) -> str:
-    rank = f"rank {record['rank']} of {record['world_size']}"
-    return f"{record['optimizer']}, {rank}, pid {record['pid']} on {record['host']}"
+    title = "{optimizer}, rank {rank} of {world_size}, pid {pid} on {host}".format(**record)
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=_state(run, now), subtitle_align="left")
 
 
 def _state(run: RunOnShow, now: float) -> Text:

@@ -430,14 +430,6 @@ def test_what_is_no_file_is_neither_opened_nor_followed(drive, precious, name, k
     assert os.listdir(precious.parent) == [precious.name]
 
 
-def others_may_write(folder):
-    folder.chmod(0o770)
-
-
-def everybody_may_write(folder):
-    folder.chmod(0o707)
-
-
 def of_somebody_else(folder):
     os.chown(folder, 4321, -1)
 
@@ -448,8 +440,8 @@ def a_link(folder):
 
 
 STRANGE = [
-    (others_may_write, "mode 0770: others may write"),
-    (everybody_may_write, "mode 0707: others may write"),
+    (lambda folder: folder.chmod(0o770), "mode 0770: others may write"),
+    (lambda folder: folder.chmod(0o707), "mode 0707: others may write"),
     pytest.param(
         of_somebody_else,
         "belongs to user 4321, and this process is of 0",

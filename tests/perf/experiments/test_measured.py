@@ -46,6 +46,14 @@ def test_iterations_on_a_device_beside_their_plans(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # what it measures is measured in bytes and over a paced drive, too
+@pytest.mark.usefixtures("alone")
+def test_seconds_by_turns(tmp_path):
+    [found] = results("micro-batches", "turns", "--path", tmp_path, "--layers", 4, "--width", 64, "--quads", 1).values()
+    assert len(found["quads"]) == len(found["controls"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "in_backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["clipped", "in backward"]
@@ -70,11 +78,12 @@ def test_orders_over_a_paced_drive_that_all_tiers_share():
         assert each["seconds"] > 0.8 * 0.05 * ratio, "a drive for each tier would move the bytes sooner"
 
 
-@pytest.mark.slow  # eleven optimizers
+@pytest.mark.slow  # twelve optimizers
 @pytest.mark.usefixtures("alone")
 def test_every_cost_has_a_figure(tmp_path):
     found = results("costs", "--path", tmp_path, "--millions", 1, "--quads", 1)
-    assert {name.partition(",")[0] for name in found} >= {"step", "state_dict", "durable step", "save", "load"}
+    names = {"step", "state_dict", "durable step", "resume", "save", "load"}
+    assert {name.partition(",")[0] for name in found} >= names
     assert all(each["each"] > 0 for name, each in found.items() if not name.startswith("step on NVMe"))
     assert list(tmp_path.iterdir()) == []
 
