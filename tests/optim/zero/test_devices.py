@@ -76,15 +76,18 @@ def _looked_at(rank, world_size):
         set_full_optimizer_state(weight, "exp_avg", torch.arange(256.0).view(16, 16))
         with pytest.raises(ZeroDivisionError):
             on_every_rank(lambda: 1 / rank, mesh.get_group())
-        return [
+        found = [
             get_full_param(weight),
             get_full_optimizer_state(weight, "exp_avg"),
             engine.optimizer.state[weight]["exp_avg"].full_tensor().cpu(),
             _gather(float(rank), mesh.get_group()),
         ]
+        engine.backward(engine(torch.ones(2, 16, device="late")).sum())  # ranks agree on what they reduce on the CPU
+        engine.step()
+        return found
 
 
-def test_state_can_be_looked_at_over_groups_without_a_backend_for_the_cpu():
+def test_a_model_is_trained_and_looked_at_over_groups_without_a_backend_for_the_cpu():
     torch.manual_seed(0)
     [weight, *_] = model_on("cpu").parameters()
     for found in run_ranks(_looked_at, 2):
