@@ -82,7 +82,8 @@ class PrecisionPlan:
         kept = arrived_fp32 | named_fp32
         safe = _safe_params(config, model)
         whole = kept if config.autocast_dtype is None else set(model.parameters()) - safe
-        beside = {param for module in model.modules() for param in _beside_kept(module, whole)}
+        own = [set(module.parameters(recurse=False)) for module in model.modules()]
+        beside = {param for params in own if params & whole for param in params - whole}  # 16-bit ones beside kept ones
         parameters = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             parameters[name] = precision = precision_of(
@@ -269,12 +270,6 @@ def _named_fp32(
             raise ConfigError([f"fp32_modules: {what}"])
         named.update(found)
     return named
-
-
-def _beside_kept(module: nn.Module, kept: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Return a module's own 16-bit parameters, if it also has some that stay fp32."""
-    own = set(module.parameters(recurse=False))
-    return own - kept if own & kept else set()
 
 
 def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:

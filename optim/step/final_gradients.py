@@ -331,12 +331,11 @@ class FinalGradients:
             _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
             if not are_same:
                 raise begun.gradients_changed()
-        elif self._is_taken_back or not (are_same and self._has_same_scalars(begun, self._guess, groups)):
-            self.take_back()
-
-    def _has_same_scalars(self, begun: StepRecord, guess: Guess, groups: Sequence[Mapping[str, Any]]) -> bool:
+            return
         used = begun.inputs.scalars
-        return scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
+        is_right = are_same and scalars_of(self._store, self._rule, groups, used.keys(), self._guess.factor) == used
+        if self._is_taken_back or not is_right:
+            self.take_back()
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
         """Return the step that began in backward; None if there is none, or its guess was wrong and is taken back.

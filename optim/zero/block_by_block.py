@@ -93,7 +93,8 @@ class BlockByBlock:
         while True:
             calls: list[BlockCall | None] = []
             for number, forward in enumerate(self._forwards):
-                answer = self._computed(forward.calls[-1], forward) if block is not None else _nothing
+                # Nobody asked for the first turn.
+                answer = self._computed(forward.calls[-1], forward) if block is not None else lambda: None
                 record, left = asides[number]
                 found = _state_of(self._around) if block is not None and len(asides) > 1 else left
                 self._turns.take_up(record)
@@ -341,10 +342,6 @@ def _state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[int, 
                 seen = version_of(value) if isinstance(value, torch.Tensor) else len(value)
                 found[f"{path}.{name}".lstrip(".")] = id(value), seen, value  # which is not freed meanwhile
     return found
-
-
-def _nothing() -> None:
-    """Answer the first turn, which nobody asked for."""
 
 
 def _raise(error: BaseException) -> None:

@@ -93,7 +93,9 @@ class BlockChecks:
             for param in params:
                 name = param_names[param]
                 precision = self.precision[name]
-                form = Padded(_padded(local_tensor(param).shape, self._num_shards), precision.storage)
+                shape = local_tensor(param).shape
+                gathered = torch.Size([-(-shape[0] // self._num_shards), *shape[1:]]) if shape else shape
+                form = Padded(gathered, precision.storage)
                 key = self.precision.policy_of(name), param.requires_grad
                 shard = ShardSize(form, param.numel(), precision, self.rules[name], param.requires_grad)
                 alike.setdefault(key, []).append(shard)
@@ -115,8 +117,3 @@ def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *,
     is_staged = config.zero_optimization.offload_optimizer.device == "nvme"
     num_buffers = placement.num_buffers(subgroups, may_stay=True) if is_staged else 0
     placement.plan([], subgroups, num_buffers * round_up(largest, page), page, units)
-
-
-def _padded(shape: torch.Size, num_shards: int) -> torch.Size:
-    """Return the shape of a shard of a parameter of this shape, as FSDP2 gathers it."""
-    return torch.Size([-(-shape[0] // num_shards), *shape[1:]]) if shape else shape

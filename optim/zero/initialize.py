@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -29,6 +30,7 @@ from nvme_offload.optim.layout.flat import storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
+from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank
 from nvme_offload.optim.rules.registry import rule_of
@@ -195,6 +197,8 @@ class _Making:
     def _checks(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> BlockChecks:
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
+        if not on_device:
+            _check_batch_norms(self.model, plan)
         rules = {name: group.rule for group in self.groups for name in group.names}
         return BlockChecks(self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
 
@@ -239,6 +243,17 @@ class _Making:
         undo.callback(activations.close)
         made.count_activations(activations)
         return activations.attach()
+
+
+def _check_batch_norms(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Raise ValueError for weights in 16 bits beside statistics in fp32, which no operator of torch takes on a CPU."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.affine and module.running_mean is not None:
+            compute = plan[f"{name}.weight".lstrip(".")].compute
+            if compute in SIXTEEN_BITS and module.running_mean.dtype is torch.float32:
+                kind = type(module).__name__
+                what = f"weights in {compute} and statistics in fp32, which torch's operators do not take on a CPU"
+                raise ValueError(f'initialize: {name}: a {kind} with {what}: write "fp32_modules": ["{kind}"]')
 
 
 def _section(config: Any, model: Any, more: Mapping[str, Any]) -> Any:

@@ -90,7 +90,8 @@ def check_kernel(release: str | None = None) -> Finding:
 
 def check_io_uring(refusal: int) -> Finding:
     """Whether the kernel lets this process use io_uring, and what forbids it; `refusal`: errno of a try, or 0."""
-    sysctl, seccomp = io_uring_disabled(), _seccomp_mode()
+    text = status_field("Seccomp")
+    sysctl, seccomp = io_uring_disabled(), int(text) if text in ("0", "1", "2") else None
     shown = f"kernel.io_uring_disabled = {'absent' if sysctl is None else sysctl}, seccomp {_SECCOMP[seccomp]}"
     if not refusal:
         return saw("io_uring", f"allowed ({shown})")
@@ -102,11 +103,6 @@ def check_io_uring(refusal: int) -> Finding:
 
 
 _SECCOMP = {0: "off", 1: "strict", 2: "filter active", None: "unknown"}
-
-
-def _seccomp_mode() -> int | None:
-    text = status_field("Seccomp")
-    return int(text) if text in ("0", "1", "2") else None
 
 
 def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str]:

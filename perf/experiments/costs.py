@@ -161,8 +161,7 @@ def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
 
     def begin(*, resumes: bool) -> None:
         stack.pop_all().close()
-        optimizer = made(num_steps=0, durable=name if resumes else unused_name())
-        optimizer.resume()
+        made(num_steps=0, durable=name if resumes else unused_name()).resume()
 
     resume, fresh = partial(begin, resumes=True), partial(begin, resumes=False)
     yield Cost(name="resume, with construction", beside="a fresh run", ours=resume, other=fresh, **each)

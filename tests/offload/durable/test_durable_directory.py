@@ -430,10 +430,6 @@ def test_what_is_no_file_is_neither_opened_nor_followed(drive, precious, name, k
     assert os.listdir(precious.parent) == [precious.name]
 
 
-def of_somebody_else(folder):
-    os.chown(folder, 4321, -1)
-
-
 def a_link(folder):
     folder.rename(folder.with_name("elsewhere"))
     folder.symlink_to(folder.with_name("elsewhere"))
@@ -443,7 +439,7 @@ STRANGE = [
     (lambda folder: folder.chmod(0o770), "mode 0770: others may write"),
     (lambda folder: folder.chmod(0o707), "mode 0707: others may write"),
     pytest.param(
-        of_somebody_else,
+        lambda folder: os.chown(folder, 4321, -1),
         "belongs to user 4321, and this process is of 0",
         marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away"),
     ),

@@ -1,5 +1,6 @@
 """fp32 routers, heads and norms in a bf16 or fp16 GPT: sharding, gradients, norm, optimizer, tiers, resume."""
 
+import copy
 import json
 import warnings
 
@@ -310,6 +311,18 @@ def test_tied_parameters_have_one_precision():
     assert autocast["head.weight"].gather is autocast["head.weight"].reduce is torch.float32
     assert (autocast["head.bias"].gather, autocast["head.bias"].reduce) == (torch.bfloat16, torch.float32)
     assert autocast["blocks.0.qkv.bias"].gather is torch.bfloat16
+
+
+def test_batch_norms_of_a_16_bit_model_on_a_cpu_are_to_be_named(alone):
+    model, key = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {"fp32_modules": ["BatchNorm1d"]}
+    with pytest.raises(ValueError, match=r'1: a BatchNorm1d with weights .* write "fp32_modules": \["BatchNorm1d"\]'):
+        initialize(copy.deepcopy(model), MODES["bf16"])
+    with (
+        initialize(copy.deepcopy(model).bfloat16(), MODES["bf16"]) as of_16,
+        initialize(model, MODES["bf16"] | key) as it,
+    ):
+        for engine in (of_16, it, it.eval()):
+            engine(torch.ones(2, 4)).sum().backward()
 
 
 def test_what_does_not_go_is_said(alone):
