@@ -13,7 +13,7 @@ from nvme_offload.offload._torch_private import is_compiled, not_compiled, repla
 from nvme_offload.offload.activations.attention import AttentionResults
 from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
 from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
-from nvme_offload.offload.activations.kept import Handle, InPlace, KeptTensor
+from nvme_offload.offload.activations.kept import Handle, InPlace
 from nvme_offload.offload.activations.store import ActivationStats, ActivationStore
 from nvme_offload.offload.activations.weights import ModelMemory
 from nvme_offload.offload.config.section import (
@@ -77,8 +77,8 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
             raise ConfigError(['activations.device = "none": an ActivationSwapper needs "cpu" or "nvme"'])
         self._model = model
         self._memory = ModelMemory(model)
-        self._pack = self._give  # one object, by which they are known again
-        _take_back(torch.empty(0, device=HOST))  # imports the compiler, whose import keeps frames that are running
+        self._pack = self.keep  # one object, by which they are known again
+        _take_back(InPlace(torch.empty(0, device=HOST)))  # imports the compiler, which keeps frames that are running
         found = list(find_blocks(model) if blocks is None else blocks)
         check_blocks(model, found, self.config)
         if self.config.keep == "all":
@@ -111,14 +111,20 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         with self.saving():
             return inner(*args, **kwargs)
 
+    @not_compiled  # code that is compiled calls hooks, which would be compiled, too
     def keep(self, tensor: torch.Tensor) -> Handle:
         """Keep a tensor until its handle dies. The caller lets go of it; ``handle.take()`` gives it back.
 
         Raises:
             SwapIOError, OutOfSpaceError: there is no room for it in memory or on the drive. Nothing is lost.
         """
-        kept = self._give(tensor)
-        return kept if isinstance(kept, KeptTensor) else InPlace(tensor)
+        if not is_plain(tensor) or not self._store.moves_from(tensor.device):
+            return InPlace(tensor)
+        storage_bytes = tensor.untyped_storage().nbytes()
+        size = SavedFacts(is_plain=True, is_weight=False, size_bytes=tensor.nbytes, storage_bytes=storage_bytes)
+        if is_moved(size, self.config.min_bytes):
+            size = size._replace(is_weight=self._memory.has(tensor))
+        return (self._store.keep(tensor) if is_moved(size, self.config.min_bytes) else None) or InPlace(tensor)
 
     def announce(self, handles: Iterable[Handle]) -> None:
         """Say in which order handles are taken next, if it is not the reverse of the order of `keep`."""
@@ -139,19 +145,6 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @not_compiled  # code that is compiled calls hooks, which would be compiled, too
-    def _give(self, tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
-        """Return what autograd has in the place of a tensor: itself, if it stays."""
-        if not is_plain(tensor) or not self._store.moves_from(tensor.device):
-            return tensor
-        storage_bytes = tensor.untyped_storage().nbytes()
-        size = SavedFacts(is_plain=True, is_weight=False, size_bytes=tensor.nbytes, storage_bytes=storage_bytes)
-        if not is_moved(size, self.config.min_bytes):
-            return tensor
-        if not is_moved(size._replace(is_weight=self._memory.has(tensor)), self.config.min_bytes):
-            return tensor
-        return self._store.keep(tensor)
-
     def _is_outermost(self) -> bool:
         """Whether a block that is called now saves here, and not in somebody's checkpoint around it."""
         hooks = top_saved_tensor_hooks()
@@ -159,8 +152,8 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
 
 
 @not_compiled
-def _take_back(packed: torch.Tensor | KeptTensor) -> torch.Tensor:
-    return packed.take() if isinstance(packed, KeptTensor) else packed
+def _take_back(packed: Handle) -> torch.Tensor:
+    return packed.take()
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[nn.Module], section: ActivationsConfig) -> None:

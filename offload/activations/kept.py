@@ -148,11 +148,15 @@ class Handle(Protocol):
 class InPlace:
     """A handle of a tensor that stays where it is."""
 
+    __slots__ = ("_saved_version", "_tensor")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = tensor.detach()  # a result that is saved has the graph, and the graph has this
+        self._saved_version = version_of(tensor)
 
     def take(self) -> torch.Tensor:
-        """Return the tensor itself."""
+        """See `Handle.take`."""
+        check_unchanged(self._tensor, self._tensor.shape, self._saved_version)
         return self._tensor
 
 
@@ -165,7 +169,6 @@ class KeptTensor:
         self._holder = holder
         self._fetch = fetch
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        # A change in place is seen whenever it comes: where there are hooks, torch does not look.
         self._counter = counter_of(tensor)
         self._saved_version = version_of(tensor)
 
@@ -176,17 +179,21 @@ class KeptTensor:
 
     def take(self) -> torch.Tensor:
         """See `Handle.take`."""
-        if (version := version_of(self._counter)) != self._saved_version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._counter.dtype} {list(self._layout[1])}] is at version {version}; expected version "
-                f"{self._saved_version} instead"
-            )
+        check_unchanged(self._counter, self._layout[1], self._saved_version)
         memory = self._fetch(self._holder)
         offset, size, stride = self._layout
         itemsize = self._counter.dtype.itemsize
         whole = memory[: memory.numel() // itemsize * itemsize].view(self._counter.dtype)
         return whole.as_strided(size, stride, offset)
+
+
+def check_unchanged(counter: torch.Tensor, size: torch.Size, saved_version: int) -> None:
+    """Raise what torch raises for a saved tensor that was changed in place. Where there are hooks, it does not look."""
+    if (version := version_of(counter)) != saved_version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{counter.dtype} {list(size)}] is at version {version}; expected version {saved_version} instead"
+        )
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:

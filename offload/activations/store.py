@@ -179,10 +179,10 @@ class ActivationStore:
         """The swap space and its engine, if there is one."""
         return self._swapper.tier if self._swapper is not None else None
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor | KeptTensor:
+    def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
         """Keep the storage of a tensor, which the caller may then let go; views of one storage share it.
 
-        Returns the tensor itself where it stays: host memory has no room for it, and there is no drive.
+        Returns None where the tensor stays: host memory has no room for it, and there is no drive.
         Raises SwapIOError where the drive has none. Nothing is lost.
         """
         version = version_of(tensor)
@@ -193,7 +193,7 @@ class ActivationStore:
             if holder is None:
                 size_bytes = tensor.untyped_storage().nbytes()
                 if self._swapper is None and self._stats.held_bytes + size_bytes > self._stats.host_budget:
-                    return tensor
+                    return None
                 holder = self._add(tensor, version)
             handle = KeptTensor(holder, self.fetch, tensor)
             self._make_room()

@@ -69,9 +69,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Take the micro-batches of a step; drop what is left of one that a callback ended."""
-        if self._losses:
-            self.engine.zero_grad()
+        """Take the micro-batches of a step; drop what is left of one that a callback or an exception ended."""
+        self.engine.zero_grad()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._micro_batches, self._losses = samples[0], []
         return samples

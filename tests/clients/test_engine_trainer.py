@@ -182,6 +182,13 @@ class Stopping(TrainerCallback):
         control.should_training_stop = state.global_step == 1
 
 
+class Failing(TrainerCallback):
+    """Ends the run between the last backward of a step and its update."""
+
+    def on_pre_optimizer_step(self, *unused, **more):
+        raise KeyError
+
+
 def test_what_does_not_go_together_is_said_and_a_run_that_was_stopped_goes_on(tmp_path):
     args = arguments(tmp_path)
     with engine_of(tmp_path, args) as engine:
@@ -191,6 +198,10 @@ def test_what_does_not_go_together_is_said_and_a_run_that_was_stopped_goes_on(tm
         trainer.train()
         assert engine.global_steps == trainer.state.global_step == 1
         trainer.pop_callback(Stopping)
+        trainer.add_callback(Failing)
+        with pytest.raises(KeyError):
+            trainer.train()
+        trainer.pop_callback(Failing)
         trainer.train()
         assert engine.global_steps == 1 + 6
     with (
