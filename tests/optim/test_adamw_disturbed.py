@@ -57,32 +57,21 @@ def test_a_norm_beyond_fp32_is_still_a_norm(make_adamw):
     twin.assert_equals(optimizer)
 
 
-def add(p):
-    p.add_(0.5)
-    return 0, p.numel()
+CHANGES = {
+    "added to": (lambda p: p.add_(0.5), 0, None),
+    "copied, which the version counter does not see": (lambda p: p.data.copy_(p.data * 2), 0, None),
+    "one element": (lambda p: p.data[BLOCK + 17].add_(1), BLOCK, 2 * BLOCK),
+    "last element": (lambda p: p.data[-1].fill_(-3.0), 2 * BLOCK, None),
+}
+"""What is done to a parameter, and from where to where it changes blocks."""
 
 
-def copy_data(p):
-    p.data.copy_(p.data * 2)  # the version counter does not see this
-    return 0, p.numel()
-
-
-def one_element(p):
-    p.data[BLOCK + 17] += 1
-    return BLOCK, 2 * BLOCK
-
-
-def last_element(p):
-    p.data[-1] = -3.0
-    return 2 * BLOCK, p.numel()
-
-
-@pytest.mark.parametrize("disturb", [add, copy_data, one_element, last_element])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "where", [{"device": "cpu"}, {"buffers": 8}, {"buffers": 2}], ids=["host", "in a staging buffer", "on the drive"]
 )
-def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, disturb):
+def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, change):
     """Exactly the blocks that changed start from the 16-bit values found; all others keep their lower halves."""
     params = params_of([(2 * BLOCK + 100,), (3 * BLOCK,), (40,)], dtype)
     twin, optimizer = Twin(params), make_adamw(params, **where)
@@ -90,8 +79,10 @@ def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, di
         set_grads(params, step)
         if step == 3:
             changed = params[0] if step % 2 else params[1]
+            disturb, start, stop = CHANGES[change]
             with torch.no_grad():
-                start, stop = disturb(changed)
+                disturb(changed)
+            stop = stop or changed.numel()
             twin.take_over(0, start, stop, changed[start:stop])
             blocks = -(-(stop - start) // BLOCK)
             twin.assert_equals(optimizer)  # already seen when the state is read
