@@ -63,12 +63,26 @@ class TakingTurns:
         """Modules that gather by themselves and are neither the root nor in a block."""
         self._root: Any = root
         self._is_under_way = False
+        asking: tuple[Any, dict[int, int]] = getattr(self._context, "asking", (None, {}))
+        self._ask, self._numbers = asking
         for group in {id(group): group for module in root.modules() for group in fsdp_param_groups(module)}.values():
             group.reshard = partial(self._reshard, group.reshard)
+            group.unshard = partial(self._unshard, group, group.unshard)
 
     def _reshard(self, reshard: Callable[[], None]) -> None:
         if not self._is_under_way:
             reshard()
+
+    def _unshard(self, group: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
+        """Gather only what all ranks gather: one alone may go through other blocks, or have found that it cannot."""
+        if self._ask and self._is_under_way and not group.is_unsharded and group._all_gather_result is None:
+            self._ask(self._numbers[id(group)])
+        unshard(async_op)
+
+    def refuse(self, why: str) -> None:
+        """Tell the other ranks why this one cannot take turns."""
+        if self._ask:
+            self._ask(2 * len(self._numbers), refusal=why)
 
     @property
     def _context(self) -> Any:
@@ -193,19 +207,24 @@ def _pre_backward(begin: Callable[[torch.Tensor], torch.Tensor], groups: Sequenc
     return begin(grad)
 
 
-def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool]], list[int]]) -> None:
+def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[bool], str], list[int]]) -> None:
     """Let all ranks reduce the same parameters: who has no gradient of one that another rank has one of gives zeros.
 
     ``FSDPParamGroup.post_backward`` (2.11 to 2.15) reduces what this rank has gradients of, one behind the other. Where
     an expert is idle on one rank, it adds gradients of different parameters, or waits for ever. `of_any` is told the
-    modules that gather, this one's number, and what there is a gradient of: it asks the other ranks.
+    modules that gather, this one's number, and what there is a gradient of: it asks the other ranks. `TakingTurns` asks
+    with ``len(names)`` more before it gathers, and with twice that, and why, where this rank cannot take turns.
     """
-    named = {id(group): (name, group) for name, module in model.named_modules() for group in fsdp_param_groups(module)}
+    modules = model.named_modules()
+    named = {id(group): (name, group) for name, module in modules for group in fsdp_param_groups(module)}
     names, most = [name for name, _ in named.values()], max(len(group.fsdp_params) for _, group in named.values())
 
+    def ask(number: int, has: Sequence[bool] = (), refusal: str = "") -> list[int]:
+        return of_any(names, number, [*has, *[False] * (most - len(has))], refusal)
+
     def post_backward(number: int, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
-        has = [_has_grad(record) for record in group.fsdp_params] + [False] * (most - len(group.fsdp_params))
-        asked = of_any(names, number, has) if group.reduce_grads else has
+        has = [_has_grad(record) for record in group.fsdp_params]
+        asked = ask(number, has) if group.reduce_grads else has
         for record, is_here, is_anywhere in zip(group.fsdp_params, has, asked, strict=False):
             if is_anywhere and not is_here:
                 param = record._unsharded_param
@@ -214,6 +233,8 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
 
     for number, (_, group) in enumerate(named.values()):
         group.post_backward = partial(post_backward, number, group, group.post_backward)
+    root: Any = model
+    root._get_fsdp_state()._state_ctx.asking = ask, {key: len(names) + number for number, key in enumerate(named)}
 
 
 def _has_grad(fsdp_param: Any) -> bool:

@@ -210,10 +210,6 @@ def test_a_step_rests_on_few_modules():
     assert len(reached) <= MAX_MODULES_OF_A_STEP, f"{len(reached)}: hand in a Protocol"
 
 
-def types_only(tree):
-    return any("TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in nodes_of(tree))
-
-
 def private_attributes_of_others(tree):
     """Names of attributes with an underscore that are taken of anything but self, and are not this module's own."""
     attributes = [node for node in nodes_of(tree) if isinstance(node, ast.Attribute)]
@@ -232,7 +228,10 @@ def is_self(node):
 
 
 def test_nothing_is_imported_for_its_type_alone():
-    found = [str(path.relative_to(ROOT)) for path in SOURCES if types_only(parsed(path))]
+    names = {
+        path: {getattr(node, key, "") for node in nodes_of(parsed(path)) for key in ("id", "attr")} for path in SOURCES
+    }
+    found = [str(path.relative_to(ROOT)) for path, used in names.items() if "TYPE_CHECKING" in used]
     assert not found, f"{found}: hand in a Protocol or a callable, or move what both need to the ground"
 
 
@@ -251,12 +250,10 @@ def test_no_print_and_no_call_inside_assert(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "print", f"line {node.lineno}: print; use rich or logging"
         if isinstance(node, ast.Assert):
-            calls = [call for call in ast.walk(node.test) if isinstance(call, ast.Call) and not is_question(call)]
-            assert not calls, f"line {node.lineno}: acts inside an assert, which python -O leaves out"
-
-
-def is_question(call):
-    return isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "len", "all", "any")
+            called = {ast.unparse(call.func) for call in ast.walk(node.test) if isinstance(call, ast.Call)}
+            assert called <= {"isinstance", "len", "all", "any"}, (
+                f"line {node.lineno}: acts inside an assert, which python -O leaves out"
+            )
 
 
 @of_every(SOURCES)
@@ -405,13 +402,10 @@ def typed_attributes(kind, names):
 
 
 def attributes(kind):
-    own = {node.attr for node in ast.walk(kind) if isinstance(node, ast.Attribute) and is_stored_in_self(node)}
+    stored = [node for node in ast.walk(kind) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    own = {node.attr for node in stored if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
     fields = [node for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return own | {node.target.id for node in fields if "ClassVar" not in ast.unparse(node.annotation)}
-
-
-def is_stored_in_self(node):
-    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def test_others_are_told_and_not_written_to():

@@ -108,7 +108,10 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
     masters = any("master" in named for named in entries.values())
     changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
     for slot in tracked("writing the state", changing, attrgetter("size_bytes")):
-        with HeldState(body.pipeline, slot, change=True, load=not _sets_everything(slot, entries)) as memory:
+        sections = slot.subgroup.sections.keys()
+        # Where nothing of what the slot holds now is kept, it need not be readable either.
+        load = not all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
+        with HeldState(body.pipeline, slot, change=True, load=load) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
             if masters or not slot.home.is_visited:
@@ -123,12 +126,6 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
             body.table.count_steps({index: int(named["step"])})
         if "master" in named:
             drop_gathered(body.table[index].leaf)
-
-
-def _sets_everything(slot: SlotRecord, entries: Mapping[int, Mapping[str, torch.Tensor]]) -> bool:
-    """Return whether nothing of what the slot holds now is kept. Then it need not be readable either."""
-    sections = slot.subgroup.sections.keys()
-    return all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
 
 
 def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:

@@ -60,7 +60,9 @@ class Resumption:
                 raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
             self._refuse_other_places()
             self._commits.snapshots().agree()
-            if self._died_in_first_commit():
+            found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
+            # Some rank has nothing yet, and the others have no more than the first commit of all.
+            if not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found):
                 self._ranks.together(self._begin_anew)
                 return None
             self._ranks.together(store.place_trainable)
@@ -125,11 +127,6 @@ class Resumption:
 
     def _content(self, manifest: Manifest) -> Content:
         return Content.decode(manifest.blob, self._run.folder)
-
-    def _died_in_first_commit(self) -> bool:
-        """Return whether some rank has nothing yet, and the others no more than the first commit of all."""
-        found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
-        return not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found)
 
     def _refuse_other_places(self) -> None:
         """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""

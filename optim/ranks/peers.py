@@ -106,15 +106,12 @@ class _Board:
         try:
             number = self._store.add(_COUNT, 1)
             self._store.set(_ENTRY.format(number), entry)
-            self._wait_for_readers(number)
+            # Until the others have read it, or a while: the store may end with this process.
+            end = time.monotonic() + _SECONDS_TO_BE_READ
+            while self._store.add(_READ.format(number), 0) < len(self._others) and time.monotonic() < end:
+                time.sleep(0.01)
         except RuntimeError:  # whoever keeps the store has ended, and then the collectives of all end, too
             logger.warning("the other ranks cannot be told that %s", said)
-
-    def _wait_for_readers(self, number: int) -> None:
-        """Wait until the others have read an entry, or a while: the store may end with this process."""
-        end = time.monotonic() + _SECONDS_TO_BE_READ
-        while self._store.add(_READ.format(number), 0) < len(self._others) and time.monotonic() < end:
-            time.sleep(0.01)
 
     def look(self) -> None:
         """Log what is new."""

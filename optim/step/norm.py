@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 _NO_GRADIENT = -1.0
 """Stands for the sum of squares of a rank that has no gradient at all."""
 
-_Sharding = tuple[DeviceMesh, tuple[bool, ...]]
+_Sharding = tuple[DeviceMesh, tuple[bool, ...]]  # a mesh, and which of its dimensions a parameter is sharded over
 
 
 def total_norm(
@@ -54,7 +55,9 @@ def total_norm(
     """
     by_sharding: dict[_Sharding | None, list[int]] = {}
     for index in grads:
-        by_sharding.setdefault(_sharding_of(leaves[index]), []).append(index)
+        leaf: Any = leaves[index]
+        is_sharded = tuple(not placement.is_replicate() for placement in leaf.placements) if is_dtensor(leaf) else ()
+        by_sharding.setdefault((leaf.device_mesh, is_sharded) if is_sharded else None, []).append(index)
     start = math.inf if found_inf else 0.0
     total = start if grads or found_inf else _NO_GRADIENT
     for sharding, indices in by_sharding.items():
@@ -73,13 +76,6 @@ def total_norm(
     if total == _NO_GRADIENT:
         return None
     return math.sqrt(total) if total >= 0 else math.nan
-
-
-def _sharding_of(leaf: torch.Tensor) -> _Sharding | None:
-    """Return the mesh of a sharded parameter, and which of its dimensions it is sharded over."""
-    if not is_dtensor(leaf):
-        return None
-    return leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
 
 
 def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -7,13 +7,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from nvme_offload.offload._torch_private import recorded
-from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import StepInputs, StepRecord
+from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamTable, PlacesInTable
+from nvme_offload.optim.state.table import PlacesInTable
 from nvme_offload.optim.step.schedule import LOOK_AHEAD
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.work import SubgroupStep
@@ -39,7 +38,10 @@ def read_update_write(
     with store.blocks.held_for_update(slot.subgroup, inputs.grads, in_order=in_order, is_gathered=is_gathered):
         with recorded("nvme_offload: update"):
             assert slot.updater is not None
-            work = _work_of(slot, memory, inputs, store.table)
+            runs = [run for run in slot.subgroup.runs if run.param in inputs.grads]
+            grads = {run.param: _flat(inputs.grads[run.param]) for run in runs}
+            places = PlacesInTable(store.table, on_device=slot.home.on_device)
+            work = SubgroupStep(slot.subgroup, memory, grads, inputs.scalars, inputs.whole, places)
             update = slot.updater.prepare(work)
             # The kernel writes by address: a graph from before the step must not use the new values unnoticed.
             increment_version([store.table[index].leaf for index in work.grads])
@@ -48,12 +50,6 @@ def read_update_write(
                 record.update(slot, update)
         with recorded("nvme_offload: write"):
             store.pipeline.release(slot)
-
-
-def _work_of(slot: SlotRecord, memory: Memory, inputs: StepInputs, table: ParamTable) -> SubgroupStep:
-    grads = {run.param: _flat(inputs.grads[run.param]) for run in slot.subgroup.runs if run.param in inputs.grads}
-    places = PlacesInTable(table, on_device=slot.home.on_device)
-    return SubgroupStep(slot.subgroup, memory, grads, inputs.scalars, inputs.whole, places)
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:

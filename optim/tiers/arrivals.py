@@ -99,7 +99,9 @@ class Arrivals:
             self._wait_for(before)
         room = self._rooms[number]
         if room is None or room.size_bytes < grad.nbytes:
-            room = self._rooms[number] = self._new_room(grad.nbytes)
+            room = HostRegion(grad.nbytes)
+            self._locks.lock(room, self.device, 'write "none" for offload_gradients.device')
+            self._rooms[number] = room
         target = room.view(grad.dtype, 0, grad.numel()).view(grad.shape)
         arrival = self._in_room[number] = _Arrival(to, lambda: then(target), grad)
         self._send(arrival, target)
@@ -159,11 +161,6 @@ class Arrivals:
             failure = self._on_way.popleft().failure
             if failure is not None:
                 raise failure
-
-    def _new_room(self, size_bytes: int) -> HostRegion:
-        room = HostRegion(size_bytes)
-        self._locks.lock(room, self.device, 'write "none" for offload_gradients.device')
-        return room
 
 
 def _land_each(handed: _Handed, device: torch.device) -> None:

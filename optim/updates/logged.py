@@ -93,16 +93,14 @@ class LoggedKernel(Updater):
             except OutOfSpaceError:
                 pass
             else:
-                entry = PartOfMemory(memory, self._end_of_log())
+                # The next entry begins in the buffer behind those that an update still needs.
+                log = self._chain.log if self._log.needs_replay else ()
+                start = self._logs.base_of(self.subgroup).size_bytes
+                entry = PartOfMemory(memory, start + sum(written.content.size_bytes for written in log))
                 format_.begin(entry)
                 return entry
         extents.to_rewrite(index)
         return None
-
-    def _end_of_log(self) -> int:
-        """Return where the next entry begins in the buffer: behind those that an update still needs."""
-        log = self._chain.log if self._log.needs_replay else ()
-        return self._logs.base_of(self.subgroup).size_bytes + sum(written.content.size_bytes for written in log)
 
     def _note(self, entry: PartOfMemory, number: int, run: RunTensors) -> torch.Tensor:
         return self._logs.format_of(self.subgroup).note_run(

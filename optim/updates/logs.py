@@ -102,8 +102,10 @@ class SlotLogs:
         """
         base = self.base_view(subgroup, memory, run)
         scalars = tensors.scalars if tensors is not None else StepScalars((), 1.0)
+        # A replay alone does not look at the parameter: any memory of its kind will do.
+        param = memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
         return make_segment(
-            param=tensors.param if tensors is not None else self._any_param(subgroup, memory, run),
+            param=tensors.param if tensors is not None else param,
             grad=tensors.grad if tensors is not None else None,
             master=section_view(subgroup, memory, "master", run),
             states=state_views(subgroup, memory, run),
@@ -146,11 +148,6 @@ class SlotLogs:
         layout = self.base_of(subgroup)
         state = memory.view(torch.int32, 0, layout.state_bytes // 4)
         return state, memory.view(torch.int32, layout.tail_at, layout.tail_bytes // 4)
-
-    def _any_param(self, subgroup: Subgroup, memory: Memory, run: Run) -> torch.Tensor:
-        """Return memory of the parameter's kind, which a replay alone does not look at."""
-        base = self.base_view(subgroup, memory, run)
-        return memory.view(DTYPE_OF_FORM[subgroup.form], 0, run.numel) if base is None else base
 
     # Entries in a buffer.
 

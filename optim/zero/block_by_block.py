@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._fsdp_passes import TakingTurns
 from nvme_offload.offload._torch_private import is_compiled, version_of
-from nvme_offload.offload.errors import BlockOrderError
+from nvme_offload.offload.errors import BlockOrderError, PeerError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
 from nvme_offload.optim.zero.relay import Runner
@@ -150,13 +150,15 @@ class BlockByBlock:
         self._forwards, self._runners, self.has_looked = [], [], True
         return losses
 
-    def stop(self) -> None:
-        """Leave nothing of what an exception ended: no thread, nothing kept. Its catcher calls this. Idempotent."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Leave nothing of what an exception ended: no thread, nothing kept. Other ranks hear of it. Idempotent."""
         with DeferredInterrupt():
             for runner in self._runners:
                 runner.stop()
             self._forwards, self._runners = [], []
             self._turns.stop()
+        if isinstance(error, BlockOrderError) and not isinstance(error.__cause__, PeerError):  # heard from another
+            self._turns.refuse(str(error))
 
     def _warn_of_checkpoint(self, call: BlockCall) -> None:
         if call.computes_again_by_itself and not self._has_warned:

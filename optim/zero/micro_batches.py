@@ -106,8 +106,8 @@ class MicroBatches:
                 with DeferredInterrupt() if is_final else nullcontext():
                     losses = blocks.backward(step.catch_up)
                     self._accumulation.end_whole()
-            except BaseException:
-                blocks.stop()
+            except BaseException as error:
+                blocks.stop(error)
                 raise
         return losses
 

@@ -23,7 +23,7 @@ from nvme_offload.offload._fsdp_passes import (
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
     CONTAINERS,
@@ -35,7 +35,7 @@ from nvme_offload.optim.precision.casts import (
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
-from nvme_offload.optim.ranks.collective import host_groups, largest
+from nvme_offload.optim.ranks.collective import gather, host_groups, largest
 from nvme_offload.optim.ranks.drives import join
 from nvme_offload.optim.tiers.parts import (
     CONVERTED,
@@ -180,13 +180,19 @@ def shard_model(
     return model
 
 
-def _of_any_rank(groups: Sequence[dist.ProcessGroup], names: list[str], number: int, has: list[bool]) -> list[int]:
-    """Return what some rank has a gradient of; StateError where ranks come to different modules. Collective."""
+def _of_any_rank(
+    groups: Sequence[dist.ProcessGroup], names: list[str], number: int, has: list[bool], refusal: str
+) -> list[int]:
+    """Return what some rank has a gradient of; raise where another refuses, or comes to another module. Collective."""
     latest, first, *of_any = largest([number, -number, *has], *groups)
-    if latest != -first:
-        both = f"those of {names[-first]!r} on one, of {names[latest]!r} on another"
+    if latest == 2 * len(names):
+        rank, said = next(found for found in gather(refusal, *groups).items() if found[1])
+        if not refusal:
+            raise BlockOrderError(f"on rank {rank} {said}") from PeerError(f"rank {rank} cannot take turns")
+    elif latest != -first:
+        both = f"those of {names[-first % len(names)]!r} on one, of {names[latest % len(names)]!r} on another"
         remedy = "add 0.0 * output.sum() to a loss that leaves a block out"
-        raise StateError("backward", "gradients of the same blocks on all ranks", f"{both}: {remedy}")
+        raise StateError("a pass", "tensors of the same blocks on all ranks", f"{both}: {remedy}")
     return of_any
 
 

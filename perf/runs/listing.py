@@ -12,12 +12,9 @@ from nvme_offload.offload.durable.owner import Owner
 
 def format_runs(found: Sequence[RunFound]) -> str:
     """Return a list of all runs as JSON, for `parse_runs` and for people."""
-    return json.dumps([_as_dict(run) for run in found], indent=2, default=str)
-
-
-def _as_dict(run: RunFound) -> dict[str, Any]:
-    about = {"step": run.step, "alive": run.is_alive, "size_bytes": run.size_bytes, "committed_at": run.committed_at}
-    return {**dataclasses.asdict(run), **about}
+    more = {"step": "step", "alive": "is_alive", "size_bytes": "size_bytes", "committed_at": "committed_at"}
+    said = [dataclasses.asdict(run) | {key: getattr(run, name) for key, name in more.items()} for run in found]
+    return json.dumps(said, indent=2, default=str)
 
 
 def parse_runs(text: str) -> list[RunFound]:

@@ -42,7 +42,8 @@ class Pair:
                     params[index].grad[:BLOCK] = 0
             if self.rng.random() < hands:
                 self.set_by_hand(index, self.rng.choice([0.5, -0.25, 0.0]))
-        self.rate_of_step()
+        for optimizer in (self.own, self.logged):
+            optimizer.param_groups[1]["lr"] = 1e-2 / self.number
         self.own.step()
         (by or self.logged.step)()
 
@@ -53,10 +54,6 @@ class Pair:
         for call in (self.logged.step, self.logged.synchronize):
             with contextlib.suppress(OSError):  # the one or the other finds it
                 call()
-
-    def rate_of_step(self):
-        for optimizer in (self.own, self.logged):
-            optimizer.param_groups[1]["lr"] = 1e-2 / self.number
 
     def set_by_hand(self, index, value, size=1):
         with torch.no_grad():

@@ -244,11 +244,8 @@ def test_what_no_version_tells_of_is_as_it_was_saved_once_it_is_written(tmp_path
         return tensor.requires_grad_(False)
 
     expected, _ = gradients(Layers, refilled(batch))
-
-    def drained(model):
-        return ActivationSwapper(section(tmp_path, host_budget=4096), model=model)
-
-    actual, _ = gradients(Layers, refilled(fill), drained)
+    drained = section(tmp_path, host_budget=4096)
+    actual, _ = gradients(Layers, refilled(fill), lambda model: ActivationSwapper(drained, model=model))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

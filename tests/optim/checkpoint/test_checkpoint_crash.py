@@ -147,10 +147,6 @@ class SaveCase:
         found = ((self.problem(crash), crash) for crash in crashes)
         return [f"{problem}: {crash}" for problem, crash in found if problem]
 
-    def is_noticed(self, crashes: Any) -> bool:
-        """Whether any of the crashes has a problem."""
-        return any(map(self.problem, crashes))
-
 
 def save_again(root: Path, tag: str) -> None:
     """Do what the next save does around the bytes of its tensors."""
@@ -224,7 +220,7 @@ def test_every_sync_is_needed(in_memory):
         for sync in case.history.syncs:
             place = os.path.basename(sync.what), sync.caller
             if unneeded.get(place, True):
-                unneeded[place] = not case.is_noticed(case.history.losses_without(sync))
+                unneeded[place] = not any(map(case.problem, case.history.losses_without(sync)))
     assert len(unneeded) > 10
     assert not [place for place in unneeded if unneeded[place]]
 

@@ -576,6 +576,30 @@ def test_ranks_with_other_numbers_of_micro_batches_get_words(tmp_path):
     assert first == second
 
 
+def one_cannot(rank, world_size, path, order):
+    with make(config_of(path, order, **EVERYTHING), num_layers=3) as engine:
+        model, said = engine.module, "forwards change seen of the model"
+        model.seen, heard = [], said if rank else f"on rank 1 {said}"
+        hook = model.embedding.register_forward_hook(lambda *_: model.seen.append(rank) if rank else None)
+        if order == "vertical":
+            with pytest.raises(BlockOrderError, match=f"^{heard}"):
+                step_of(engine, 0, rank)
+            hook.remove()
+        with pytest.warns(match=heard) if order == "auto" and rank == 0 else contextlib.nullcontext():
+            seen = [step_of(engine, 0, rank)]
+        seen.append(step_of(engine, 1, rank))
+        compare(train(config_of(None, "horizontal"), 2, rank), (full_state(model, engine.optimizer), seen))
+        model.uses = [0, 1 + rank]
+        with pytest.raises(StateError, match=r"same blocks on all ranks.*'layers.1' on one, of 'layers.2' on another"):
+            step_of(engine, 2, rank)
+
+
+@GOES_ON
+@pytest.mark.parametrize("order", ["auto", "vertical"])
+def test_what_one_rank_cannot_do_is_done_by_none(tmp_path, order):
+    run_ranks(one_cannot, 2, tmp_path, order)
+
+
 @GOES_ON
 def test_wrong_use_gets_words(alone, tmp_path):
     with make(config_of(tmp_path, "auto", 2), num_layers=2) as engine:

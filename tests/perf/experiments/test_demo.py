@@ -40,14 +40,10 @@ def finished(once):
         with forked_children():
             done = CliRunner().invoke(app, ["demo", "--size", "tiny", "--steps", str(STEPS - 1), "--out", str(out)])
         assert done.exit_code == 0, done.output
-        return done.output, out, document_in(out)
+        [file] = out.glob("*-demo.json")
+        return done.output, out, json.loads(file.read_text())
 
     return once("demo", run)
-
-
-def document_in(out):
-    [file] = out.glob("*-demo.json")
-    return json.loads(file.read_text())
 
 
 @pytest.fixture
