@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._fsdp_passes import TakingTurns
@@ -340,7 +341,8 @@ def _state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[int, 
     found = {}
     for path, module in modules:
         for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-            if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | dict | set):
+            are_hooks = isinstance(value, list) and value and all(isinstance(one, RemovableHandle) for one in value)
+            if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | dict | set) and not are_hooks:
                 seen = version_of(value) if isinstance(value, torch.Tensor) else len(value)
                 found[f"{path}.{name}".lstrip(".")] = id(value), seen, value  # which is not freed meanwhile
     return found

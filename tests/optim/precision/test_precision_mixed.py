@@ -317,12 +317,10 @@ def test_batch_norms_of_a_16_bit_model_on_a_cpu_are_to_be_named(alone):
     model, key = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {"fp32_modules": ["BatchNorm1d"]}
     with pytest.raises(ValueError, match=r'1: a BatchNorm1d with weights .* write "fp32_modules": \["BatchNorm1d"\]'):
         initialize(copy.deepcopy(model), MODES["bf16"])
-    with (
-        initialize(copy.deepcopy(model).bfloat16(), MODES["bf16"]) as of_16,
-        initialize(model, MODES["bf16"] | key) as it,
-    ):
-        for engine in (of_16, it, it.eval()):
-            engine(torch.ones(2, 4)).sum().backward()
+    for one, more in ((copy.deepcopy(model).bfloat16(), {}), (model, key)):
+        with initialize(one, MODES["bf16"] | more) as engine:
+            for each in (engine, engine.eval()):
+                each(torch.ones(2, 4)).sum().backward()
 
 
 def test_what_does_not_go_is_said(alone):
