@@ -6,11 +6,15 @@ The tests of the engine compare what comes of them with the plain passes, bit fo
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from nvme_offload.offload._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
+
+_asking: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., list[int]], dict[int, int]]] = WeakKeyDictionary()
+"""It asks the ranks of a model, and says which number each of its groups has; see `reduce_alike`."""
 
 
 def begin_at(root: Any) -> None:
@@ -63,8 +67,8 @@ class TakingTurns:
         """Modules that gather by themselves and are neither the root nor in a block."""
         self._root: Any = root
         self._is_under_way = False
-        asking: tuple[Any, dict[int, int]] = getattr(self._context, "asking", (None, {}))
-        self._ask, self._numbers = asking
+        alone: tuple[Any, dict[int, int]] = (None, {})
+        self._ask, self._numbers = _asking.get(root, alone)
         for group in {id(group): group for module in root.modules() for group in fsdp_param_groups(module)}.values():
             group.reshard = partial(self._reshard, group.reshard)
             group.unshard = partial(self._unshard, group, group.unshard)
@@ -233,8 +237,7 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
 
     for number, (_, group) in enumerate(named.values()):
         group.post_backward = partial(post_backward, number, group, group.post_backward)
-    root: Any = model
-    root._get_fsdp_state()._state_ctx.asking = ask, {key: len(names) + number for number, key in enumerate(named)}
+    _asking[model] = ask, {key: len(names) + number for number, key in enumerate(named)}
 
 
 def _has_grad(fsdp_param: Any) -> bool:

@@ -29,7 +29,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             blocks[module] = None
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        members = [child for child in module if _can_be_gathered(child)]
+        called = [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        members = [child for child in called if next(child.parameters(), None) is not None]
         kinds = [type(child) for child in members]
         blocks.update({child: None for child in members if kinds.count(type(child)) > 1})
     return outermost(blocks, model)
@@ -39,12 +40,6 @@ def outermost(blocks: dict[nn.Module, None], model: nn.Module) -> list[nn.Module
     """Leave out the model itself and blocks inside blocks: FSDP2 would gather those twice as often."""
     inside = {inner for block in blocks for inner in block.modules() if inner is not block}
     return [block for block in blocks if block not in inside and block is not model]
-
-
-def _can_be_gathered(module: nn.Module) -> bool:
-    """Whether it has parameters, and a forward, in which FSDP2 gathers them."""
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not is_container and next(module.parameters(), None) is not None
 
 
 def checkpoint_calls(

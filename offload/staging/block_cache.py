@@ -179,7 +179,10 @@ class BlockCache:
         A SwapIOError loses nothing: what could not be written is still in memory and is written again by the next call.
         """
         self._settle_finished()
-        self._write_deferred(block)
+        for other in self.residents:
+            if other.deferred and other is not block and not other.holds:
+                with suppress(OSError):  # tried again, and said, by who needs the buffer or waits for all
+                    self._start_writing(other)
         self.stats.count(uses=load and is_new)
         try:
             block.holders.add(by)  # nothing that follows takes its buffer, or gives it one
@@ -351,12 +354,6 @@ class BlockCache:
         for block in self.residents:
             if block.residency is Residency.DIRTY and not block.holds:
                 self._start_writing(block)
-
-    def _write_deferred(self, wanted: Block) -> None:
-        for block in self.residents:
-            if block.deferred and block is not wanted and not block.holds:
-                with suppress(OSError):  # tried again, and said, by who needs the buffer or waits for all
-                    self._start_writing(block)
 
     def _await_completion(self) -> None:
         start = time.monotonic_ns()

@@ -194,11 +194,6 @@ class NvmeTier:
         with self._lock:
             return self._bytes_by_kind[op, kind]
 
-    def bytes_by_kind(self, op: Op) -> dict[str, int]:
-        """Return the bytes handed to the engine in this direction since construction, under every kind there was."""
-        with self._lock:
-            return {kind: count for (its_op, kind), count in self._bytes_by_kind.items() if its_op is op and count}
-
     def stats(self) -> EngineStats:
         """Add up the counters of the engine since it was opened, and of those that broke before it."""
         return self._engines.stats()

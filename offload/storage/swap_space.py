@@ -141,8 +141,10 @@ class SwapSpace:
                 with _AllOrNothing(self._files, self._owned, next(self._serials)):
                     extents = [self._take(size) for size in sizes]
                     self._reserve()
-            except BaseException:
-                self._give_up_reserves()
+            except BaseException:  # which is the one to tell: a file that stays long keeps its promise
+                for file in self._all_files:
+                    with suppress(OSError):
+                        file.give_up_reserve()
                 raise
         return extents
 
@@ -260,12 +262,6 @@ class SwapSpace:
         units = -(-size_bytes // unit)
         ends = [round(units * sum(self._shares[: index + 1])) for index in range(len(self._shares))]
         return [(end - start) * unit for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-    def _give_up_reserves(self) -> None:
-        """Give reserves up after an error, which is the one to tell: a file that stays long keeps its promise."""
-        for file in self._all_files:
-            with suppress(OSError):
-                file.give_up_reserve()
 
     def _free_lost(self) -> None:
         """Free what was lost. Not at the moment when it was: that may come while the lock is held."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from nvme_offload.offload._torch_private import not_compiled
+from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.resume import Resumption
@@ -30,6 +31,8 @@ class Durable:
         commits: of the optimizer.
         owner: the optimizer.
     """
+
+    _is_engines = False
 
     def __init__(self, commits: Commits, owner: OptimizerOfRun) -> None:
         self.commits = commits
@@ -86,7 +89,7 @@ class Durable:
             ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
             StateError: the run has begun already.
         """
-        resumption = self._resumption()
+        resumption = self._resumption("resume")
         content = resumption.resume() if snapshot is None else resumption.resume_snapshot(snapshot)
         return None if content is None else self._take_over(content)
 
@@ -126,12 +129,13 @@ class Durable:
             StateError: there is no such step, or it is not whole any more; nothing has changed.
             ResumeError: it is not the same on all ranks.
         """
-        resumption = self._resumption()
+        resumption = self._resumption("rewind")
         self._between_steps("rewind")
         return self._take_over(resumption.rewind(steps))
 
-    def _resumption(self) -> Resumption:
+    def _resumption(self, method: str) -> Resumption:
         """Return what brings committed steps back, when all parameters have their place."""
+        self._check_owner(method)
         self.commits.ranks().together(self._owner.place)
         return Resumption(self.commits, self._owner.param_groups, self._owner.check_group)
 
@@ -141,7 +145,13 @@ class Durable:
 
     def _between_steps(self, method: str) -> int | None:
         """Complete a step that an exception stopped; return how many were taken, None if the run counts them."""
+        self._check_owner(method)
         return None
+
+    def _check_owner(self, method: str) -> None:
+        """Raise StateError where an engine counts steps, and commits more than its optimizer."""
+        if self.commits.engines_model is not None and not self._is_engines:
+            raise StateError(f"optimizer.{method}", f"engine.{method} for the run of an engine", "its optimizer's")
 
     def _added(self) -> dict[str, Any]:
         """Return what is committed beside the optimizer's state."""

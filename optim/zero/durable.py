@@ -64,6 +64,8 @@ class DurableTraining(Durable):
     says, too, that micro-batches of an unfinished step are there.
     """
 
+    _is_engines = True
+
     def __init__(
         self,
         optimizer: OffloadOptimizer,

@@ -50,6 +50,9 @@ def test_a_loaded_checkpoint_is_committed_and_a_step_back_is_taken_with_all_of_i
         steps_of(engine, 0, range(3))
         engine.save_checkpoint(tmp_path / "saved", client_state={"at": 3})
         steps_of(engine, 0, range(3, 5))
+        for method in ("commit", "resume", "rewind"):  # without what the engine has of the run
+            with pytest.raises(StateError, match=rf"optimizer.{method}: expected engine.{method}"):
+                getattr(engine.optimizer, method)()
         assert engine.rewind() == (4, {})
         engine.load_checkpoint(tmp_path / "saved")
     with durable("fp16", drive, "run") as engine:

@@ -54,11 +54,6 @@ def names_of(engine):
     return [sorted(names[param] for param in group["params"]) for group in engine.optimizer.param_groups]
 
 
-def in_code(model):
-    """The same groups as `IN_SECTION`: one by patterns, one by parameters."""
-    return [{"params": ["*.bias", "norm"], **NO_DECAY}, {"params": model.lm_head.parameters(), **HEAD}]
-
-
 IN_SECTION = [{"match": ["*.bias", "LayerNorm"], **NO_DECAY}, {"match": ["lm_head.weight"], **HEAD}]
 EXPECTED = [
     ["embed_tokens.weight", "layers.0.weight", "layers.1.weight"],
@@ -72,7 +67,9 @@ def engine_of(path, *, by_section, model=None, **more):
     if by_section:
         config["optimizer"]["groups"] = IN_SECTION
         return initialize(model, config)
-    return initialize(model, config, param_groups=in_code(model))
+    # The same groups: one by patterns, one by parameters.
+    groups = [{"params": ["*.bias", "norm"], **NO_DECAY}, {"params": model.lm_head.parameters(), **HEAD}]
+    return initialize(model, config, param_groups=groups)
 
 
 @pytest.mark.parametrize("by_section", [False, True], ids=["code", "section"])

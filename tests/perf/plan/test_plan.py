@@ -49,6 +49,7 @@ def section(folder, *, params=None, grads=None, accumulation=1, **more):
     return config | more
 
 
+KINDS = ("optimizer state", "parameters", "gradients", "activations")
 NO_BF16 = {"bf16": {"enabled": False}}
 CASES = {
     "state": {},
@@ -75,8 +76,8 @@ def moved_by(engine, shape):
     def loss_of(tokens):
         loss = engine(tokens, labels=tokens).loss
         engine.optimizer.synchronize()  # no update is left now, which would read what a forward has at hand
-        moved = {(op, kind): n for op in Op for tier in tiers if tier for kind, n in tier.bytes_by_kind(op).items()}
-        counted.append(moved)
+        each = ((op, kind, tier.bytes_of_kind(op, kind)) for op in Op for tier in tiers if tier for kind in KINDS)
+        counted.append({(op, kind): count for op, kind, count in each if count})
         return loss
 
     micro_batches = engine.gradient_accumulation_steps
