@@ -55,6 +55,8 @@ class Passes:
                 raise said from error
             return
         is_of_tier, is_ordinary = isinstance(error, SwapIOError | CorruptionError), isinstance(error, Exception)
+        if self._num_ranks > 1 and isinstance(error, StateError):  # of a step that an I/O error stopped, here alone
+            is_of_tier = self._optimizer.store.has_unfinished_step
         if self._way_on or not (is_ordinary or where == "accumulate" or self._num_ranks == 1):
             return
         keeps_gradients = where == "forward" and is_ordinary and not is_of_tier

@@ -81,7 +81,7 @@ def trained(path, case, schedule, place, steps, rank=0):
         return {**full_state(engine.module, engine.optimizer), "seen": torch.tensor(seen).nan_to_num(-1.0)}, stats
 
 
-def check(path, cases, steps, rank=0):
+def check(rank, world_size, path, cases, steps):
     """Each case against the plain order with everything in memory; returns how many updates each of them hid."""
     hidden = []
     for case in cases:
@@ -93,10 +93,6 @@ def check(path, cases, steps, rank=0):
     return hidden
 
 
-def check_rank(rank, world_size, path, cases, steps):
-    return check(path, cases, steps, rank)
-
-
 def assert_hidden(cases, hidden):
     for case, updates in zip(cases, hidden, strict=True):
         assert (updates > 0) == (case["place"] != "host" or case["schedule"] is not None), case
@@ -105,7 +101,7 @@ def assert_hidden(cases, hidden):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case['schedule']}-{case['place']}-{case['precision']}")
 def test_a_few_cases(alone, tmp_path, case):
-    assert_hidden([case], check(tmp_path, [case], 4))  # the third overflows, where one does
+    assert_hidden([case], check(0, 1, tmp_path, [case], 4))  # the third overflows, where one does
 
 
 def test_the_few_have_every_value():
@@ -116,12 +112,12 @@ def test_the_few_have_every_value():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_every_pair_of_values(alone, tmp_path, case):
-    assert_hidden([case], check(tmp_path, [case], STEPS))
+    assert_hidden([case], check(0, 1, tmp_path, [case], STEPS))
 
 
 @pytest.mark.slow  # tiers/test_block_tiers.py hides steps of two ranks with everything on NVMe
 @pytest.mark.parametrize("first", range(0, len(CASES), 5))
 def test_every_pair_of_values_on_two_ranks(tmp_path, first):
     cases = CASES[first : first + 5]
-    for hidden in run_ranks(check_rank, 2, tmp_path, cases, STEPS):
+    for hidden in run_ranks(check, 2, tmp_path, cases, STEPS):
         assert_hidden(cases, hidden)

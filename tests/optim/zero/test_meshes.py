@@ -89,7 +89,7 @@ def overflow_in_a_copy(mesh, rank):
 MODES = {"fp32": ({}, torch.float32), "bf16": (BF16, torch.bfloat16)}
 
 
-def tensor_parallel(path, name):
+def tensor_parallel(rank, world_size, path, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     dp_rank = mesh.get_local_rank("dp_shard")
     mode, dtype = MODES[name]
@@ -100,10 +100,6 @@ def tensor_parallel(path, name):
         "nvme": run(split_over(mesh), mesh, dp_rank, section(path, **mode)),
         "sums in parts": sums_in_parts(mesh["tp"]),
     }
-
-
-def of_fp32(rank, world_size, path):
-    return tensor_parallel(path, "fp32")
 
 
 def split_over(mesh, dtype=torch.float32):
@@ -234,7 +230,8 @@ def refused(rank):
 
 def every_case(rank, world_size, path):
     refused(rank)
-    return {"hybrid": hybrid(rank, path), "tp": tensor_parallel(path, "bf16"), "scalers": scalers(rank)}
+    tp = tensor_parallel(rank, world_size, path, "bf16")
+    return {"hybrid": hybrid(rank, path), "tp": tp, "scalers": scalers(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +290,7 @@ def test_tensor_parallelism_matches_the_run_without(ranks):
 
 @pytest.mark.slow  # of all else than rounding the one in bf16 tells, too
 def test_tensor_parallelism_in_fp32_matches_the_run_without(tmp_path):
-    assert_parallel(run_ranks(of_fp32, 4, tmp_path), 1e-6)
+    assert_parallel(run_ranks(tensor_parallel, 4, tmp_path, "fp32"), 1e-6)
 
 
 def test_gradients_that_are_sums_in_parts_are_added_up(ranks):

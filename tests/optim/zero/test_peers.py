@@ -5,7 +5,7 @@ import logging
 import random
 import socket
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch.distributed as dist
@@ -36,7 +36,13 @@ def one_fails_in_a_pass(rank, world_size, path, moment):
     with make(config, num_layers=4) as engine:
         assert [thread.name for thread in threading.enumerate()].count("nvme-offload-peers") == 1
         train_step(engine, 0, rank)
-        with pytest.raises(SwapIOError if rank == 1 else PeerError) as caught:
+        if moment == "behind":
+            engine.backward(loss_of(engine, 1, 0, rank))
+            with unreadable(engine, "grads") if rank == 1 else nullcontext(), suppress(SwapIOError):
+                engine.step()
+                engine.optimizer.synchronize()
+        of_this = StateError if moment == "behind" else SwapIOError
+        with pytest.raises(of_this if rank == 1 else PeerError) as caught:
             a_pass(engine, rank, moment if rank == 1 else None)
         if rank == 1:
             said = store.get("heard").decode()  # waits for it: this process lives, and rank 0 is in the collective
@@ -57,12 +63,13 @@ def a_pass(engine, rank, fails):
         engine.backward(loss)
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("moment", ["forward", "backward", "behind"])
 def test_an_io_error_on_one_rank_is_said_on_the_other_while_both_live(tmp_path, moment):
     raised, heard = run_ranks(one_fails_in_a_pass, 2, tmp_path, moment)
     for said in (heard, raised):
-        assert f"rank 1, host {socket.gethostname()}, failed in {moment}: SwapIOError: read of" in said
-        assert "failed: EIO" in said
+        what = "forward: StateError" if moment == "behind" else f"{moment}: SwapIOError: read of"
+        assert f"rank 1, host {socket.gethostname()}, failed in {what}" in said
+        assert ("call finish_step()" if moment == "behind" else "failed: EIO") in said
         assert "end all ranks and resume from a checkpoint" in said
     assert "This rank waits for it in its next collective" in heard
 
