@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
 
 from nvme_offload import ConfigWarning, OffloadAdamW, SwapIOError
 from tests.support.failing_drive import Failing, Op
@@ -270,7 +271,7 @@ def test_a_plain_module_guesses_too(alone, eager, drive):
 
 @pytest.mark.parametrize("where", ["guess.Guess.allows", "job.read_update_write"])
 def test_a_gradient_clipped_by_torch_while_a_guess_takes_it_undoes_the_guess(alone, eager, drive, monkeypatch, where):
-    plain, _ = train_plain(drive, "off", lambda step, layers: step == 4 and clip_by_torch(layers))
+    plain, _ = train_plain(drive, "off", lambda step, layers: step == 4 and clip_grad_norm_(layers.parameters(), 1e-3))
     path = f"nvme_offload.optim.step.{where}"
     call, is_final, is_clipped = pkgutil.resolve_name(path), threading.Event(), threading.Event()
 
@@ -278,7 +279,7 @@ def test_a_gradient_clipped_by_torch_while_a_guess_takes_it_undoes_the_guess(alo
         def clip_beside(*args):  # in the worker: before it looks at the gradient, or after the kernel has read it
             answer = call(*args)
             if is_final.wait(60) and not is_clipped.is_set():
-                clip_by_torch(layers)
+                clip_grad_norm_(layers.parameters(), 1e-3)
                 is_clipped.set()
             return answer
 
@@ -291,10 +292,6 @@ def test_a_gradient_clipped_by_torch_while_a_guess_takes_it_undoes_the_guess(alo
     ours, stats = train_plain(drive, "speculate", between)
     assert_same(ours, plain)
     assert stats.wrong_guesses > 0
-
-
-def clip_by_torch(layers):
-    torch.nn.utils.clip_grad_norm_(layers.parameters(), 1e-3)
 
 
 LOST = 5  # the step whose commit fails on one rank

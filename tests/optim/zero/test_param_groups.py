@@ -67,7 +67,6 @@ def engine_of(path, *, by_section, model=None, **more):
     if by_section:
         config["optimizer"]["groups"] = IN_SECTION
         return initialize(model, config)
-    # The same groups: one by patterns, one by parameters.
     groups = [{"params": ["*.bias", "norm"], **NO_DECAY}, {"params": model.lm_head.parameters(), **HEAD}]
     return initialize(model, config, param_groups=groups)
 
