@@ -156,7 +156,7 @@ class InPlace:
 
     def take(self) -> torch.Tensor:
         """See `Handle.take`."""
-        check_unchanged(self._tensor, self._tensor.shape, self._saved_version)
+        _check_unchanged(self._tensor, self._tensor.shape, self._saved_version)
         return self._tensor
 
 
@@ -179,7 +179,7 @@ class KeptTensor:
 
     def take(self) -> torch.Tensor:
         """See `Handle.take`."""
-        check_unchanged(self._counter, self._layout[1], self._saved_version)
+        _check_unchanged(self._counter, self._layout[1], self._saved_version)
         memory = self._fetch(self._holder)
         offset, size, stride = self._layout
         itemsize = self._counter.dtype.itemsize
@@ -187,7 +187,7 @@ class KeptTensor:
         return whole.as_strided(size, stride, offset)
 
 
-def check_unchanged(counter: torch.Tensor, size: torch.Size, saved_version: int) -> None:
+def _check_unchanged(counter: torch.Tensor, size: torch.Size, saved_version: int) -> None:
     """Raise what torch raises for a saved tensor that was changed in place. Where there are hooks, it does not look."""
     if (version := version_of(counter)) != saved_version:
         raise RuntimeError(

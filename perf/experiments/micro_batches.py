@@ -237,7 +237,7 @@ def turns(path: Folder, layers: Layers = 12, width: Width = 512, quads: Quads = 
         run_experiment("micro-batches-turns", title, found, lambda found: notes, path=path, save_to=save_to)
 
 
-def _iterations(engine: OffloadEngine, batches: Sequence[torch.Tensor], count: int, before: int = 2) -> float:
+def _iterations(engine: OffloadEngine, batches: Sequence[torch.Tensor], count: int, before: int = _WARM_STEPS) -> float:
     """Train; give the mean seconds of `count` iterations after some that do not count, and wait for all that runs."""
     moments = []
     for _ in range(before + count):

@@ -63,7 +63,7 @@ CHANGES = {
     "one element": (lambda p: p.data[BLOCK + 17].add_(1), BLOCK, 2 * BLOCK),
     "last element": (lambda p: p.data[-1].fill_(-3.0), 2 * BLOCK, None),
 }
-"""What is done to a parameter, and from where to where it changes blocks."""
+"""Each changes a parameter, in the blocks between two elements; None: its last one."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
