@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
+STATIC := tests/test_tidy.py tests/test_exports.py tests/test_site.py
 
 .PHONY: demo test check bench compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
@@ -17,15 +18,15 @@ WORKERS ?= 4
 demo: setup
 	$(BIN)/python -m nvme_offload.perf.experiments demo $(ARGS)
 
-# Four workers, on two processors: tests wait for drives, ranks and devices. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
+# Three workers, on two processors: tests wait for drives, ranks and devices. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(STATIC:%=--ignore=%))
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_tidy.py tests/test_exports.py
+	$(BIN)/python -m pytest -q $(STATIC)
 
 bench: setup
 	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)

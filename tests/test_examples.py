@@ -67,7 +67,7 @@ def assert_trained(output):
     ("script", "how"),
     [
         ("train_with_torchrun.py", launched),
-        ("train_with_fsdp2.py", launched),
+        pytest.param("train_with_fsdp2.py", launched, marks=pytest.mark.slow),
         pytest.param("train_with_trainer.py", launched, marks=pytest.mark.slow),
         *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in SIZES),
     ],

@@ -76,6 +76,7 @@ def within_a_budget(path):
     return blocks_of(8, 512, config, 4)
 
 
+@pytest.mark.slow
 def test_the_process_stays_within_the_budget(tmp_path):
     seen = measured(within_a_budget, tmp_path, threads=1)
     assert BUDGET - (12 << 20) < seen["counted"] <= BUDGET, "no whole block or subgroup more would fit"

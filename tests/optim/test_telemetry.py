@@ -114,7 +114,7 @@ def test_a_timeline_is_of_the_latest_iteration_and_what_follows(clock):
     assert meter.timeline()[-1].kind == "backward"
 
 
-@pytest.mark.parametrize(("overlap_step", "durable"), [("off", False), ("forward", False), ("forward", True)])
+@pytest.mark.parametrize(("overlap_step", "durable"), [("off", False), ("forward", True)])
 def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, durable, tmp_path, alone):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))

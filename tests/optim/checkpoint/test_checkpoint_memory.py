@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.support.training import run_child
 
 MiB = 2**20
@@ -48,6 +50,7 @@ json.dump({"numel": numel, **result}, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_memory_for_a_few_items_and_every_byte_once(tmp_path):
     (tmp_path / "drive").mkdir()
     seen = json.loads(run_child(STREAMED, tmp_path / "drive", tmp_path / "root", timeout=300))

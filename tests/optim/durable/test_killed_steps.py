@@ -90,10 +90,8 @@ def test_killed_hundreds_of_times_in_these_calls(drive, seed):
 BESIDE = CHILD.replace("killed_steps", "bystanders")
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "kinds"),
-    [(3, ["logged"]), pytest.param(40, ["on-nvme", "logged-in-memory-too"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_kills", "kinds"), [(3, ["logged"]), (40, ["on-nvme", "logged-in-memory-too"])])
 def test_who_trains_beside_one_that_is_killed_has_the_bits_of_a_run_alone(drive, num_kills, kinds):
     """Two runs that last, one that does not, and a stranger's files, all on one path."""
     outcome = json.loads(run_child(BESIDE, drive, num_kills, 5, *kinds, timeout=1200).splitlines()[-1])

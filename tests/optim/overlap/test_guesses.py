@@ -346,12 +346,13 @@ def train_with_others(rank, world_size, path, schedule, period, precision, accum
     assert (stats.wrong_guesses > 0) == (schedule == "speculate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "period", "precision", "accumulation"),
     [
         ("backward", 1, "fp32", 2),  # whose gradients are added up in the memory that a unit was reduced into
-        pytest.param("speculate", 1, "mixed", 2, marks=pytest.mark.slow),
-        pytest.param("speculate", 3, "bf16", 1, marks=pytest.mark.slow),
+        ("speculate", 1, "mixed", 2),
+        ("speculate", 3, "bf16", 1),
     ],
 )
 def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period, precision, accumulation):

@@ -171,9 +171,8 @@ def all_found(path, kind, mode):
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
-        ("plain", "forward"),
         ("shards", "speculate"),
-        *(pytest.param("plain", mode, marks=pytest.mark.slow) for mode in ("backward", "speculate")),
+        *(pytest.param("plain", mode, marks=pytest.mark.slow) for mode in ("forward", "backward", "speculate")),
         pytest.param("shards", "backward", marks=pytest.mark.slow),
         pytest.param("shards", "forward", marks=pytest.mark.slow),
     ],

@@ -145,7 +145,7 @@ def beside_plain_fsdp2(rank, world_size):
             assert_same(full_state(engine.module, engine.optimizer), full_state(plain.module, plain.optimizer))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_sequence_gives_the_bits_of_plain_fsdp2(world_size):
     run_ranks(beside_plain_fsdp2, world_size)
 

@@ -217,17 +217,17 @@ def every_case(rank, world_size, path):
     results |= trained_cases(mesh, [QUICK])
     results["stage 3 on nvme"] = Pipeline(mesh, "1F1B", section(path, **BF16, stage=3)).train()
     results["plain"] = train_plainly(mesh)
-    results["checkpoints"] = checkpoints(mesh, path.parent / "stages", path)
     return results
 
 
 def slow_cases(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     results = trained_cases(mesh, OTHERS)
+    results["checkpoints"] = checkpoints(mesh, path.parent / "stages", path)
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     results["tp"] = train_whole(mesh, section())
     results["tp", "1F1B"] = Pipeline(mesh, "1F1B", section()).train()
-    return {**results, "checkpoints": checkpoints(mesh, path.parent / "stages and tp", path)}
+    return {**results, "and tp": checkpoints(mesh, path.parent / "stages and tp", path)}
 
 
 @pytest.fixture(scope="module")
@@ -247,14 +247,15 @@ def test_a_pipeline_matches_the_unpipelined_run(ranks):
 
 
 @pytest.mark.slow
-def test_the_other_modes_match_and_stages_of_several_ranks_each_resume(tmp_path):
+def test_the_other_modes_match_and_a_pipeline_resumes_from_one_checkpoint_bit_for_bit(tmp_path):
     path = tmp_path / "drive"
     path.mkdir()
     ranks = run_ranks(slow_cases, 4, path)
     for case in [*OTHERS, ("tp", "1F1B")]:
         assert_matches(ranks, *case)
     for results in ranks:
-        assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
+        for mesh in "checkpoints", "and tp":  # and so does the whole model
+            assert results[mesh]["resumed"] == results[mesh]["straight"]
 
 
 def assert_matches(ranks, mode, schedule):
@@ -279,11 +280,6 @@ def test_stage_3_on_nvme_gives_the_bits_of_stage_1_in_memory(ranks):
         nvme, cpu = results["stage 3 on nvme"], results["bf16", "1F1B"]
         assert nvme[:2] == cpu[:2]
         assert_same(nvme[2], cpu[2])
-
-
-def test_a_pipeline_resumes_from_one_checkpoint_bit_for_bit_and_so_does_the_whole_model(ranks):
-    for results in ranks:
-        assert results["checkpoints"]["resumed"] == results["checkpoints"]["straight"]
 
 
 def test_the_engine_is_a_plain_pipeline_bit_for_bit(ranks):

@@ -70,7 +70,7 @@ def test_bounds(shape, overlap_step, expected):
     assert setup.bytes_moved("speculate") == 22 * setup.numel == 1.1 * setup.bytes_moved("backward")
 
 
-@pytest.mark.parametrize("overlap_step", ["off", "speculate"])
+@pytest.mark.parametrize("overlap_step", ["off", pytest.param("speculate", marks=pytest.mark.slow)])
 def test_the_table_over_a_paced_drive(tmp_path, alone, overlap_step):
     small = f"paced --overlap-step {overlap_step} --width 64 --subgroups 8 --io-seconds 0.05 --iterations 2"
     said("hidden-step", *small.split(), "--save", tmp_path)

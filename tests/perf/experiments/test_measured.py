@@ -69,6 +69,7 @@ def test_bytes_of_a_step_in_each_order(tmp_path, in_backward):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_orders_over_a_paced_drive_that_all_tiers_share():
     found = results("micro-batches", "paced", "--layers", 6, "--width", 128, "--count", 1, "--compute", 0.05)
