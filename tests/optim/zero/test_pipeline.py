@@ -227,7 +227,7 @@ def slow_cases(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     results["tp"] = train_whole(mesh, section())
     results["tp", "1F1B"] = Pipeline(mesh, "1F1B", section()).train()
-    return {**results, "and tp": checkpoints(mesh, path.parent / "stages and tp", path)}
+    return {**results, "checkpoints, tp": checkpoints(mesh, path.parent / "stages and tp", path)}
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_the_other_modes_match_and_a_pipeline_resumes_from_one_checkpoint_bit_fo
     for case in [*OTHERS, ("tp", "1F1B")]:
         assert_matches(ranks, *case)
     for results in ranks:
-        for mesh in "checkpoints", "and tp":  # and so does the whole model
+        for mesh in "checkpoints", "checkpoints, tp":  # and so does the whole model
             assert results[mesh]["resumed"] == results[mesh]["straight"]
 
 
