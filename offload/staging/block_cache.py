@@ -290,7 +290,8 @@ class BlockCache:
         for place, block in enumerate(window):
             if not block.needs_read or block.holds or block.unreadable or not self._is_needed(block):
                 continue
-            if block.buffer is None and not self._lease_ahead(block, window, place):
+            lease = self._staging.lease
+            if block.buffer is None and not (lease(block) or (self._evict_for(window, place) and lease(block))):
                 return
             try:
                 self._start_reading(block, ahead=True)
@@ -302,9 +303,6 @@ class BlockCache:
     def _clean(self) -> list[Block]:
         """Blocks whose buffers may be had."""
         return [block for block in self.residents if block.evictable and not block.holds]
-
-    def _lease_ahead(self, block: Block, window: Sequence[Block], place: int) -> bool:
-        return self._staging.lease(block) or (self._evict_for(window, place) and self._staging.lease(block))
 
     def _evict_for(self, window: Sequence[Block], place: int) -> bool:
         """Give up the buffer of a clean block that is needed later than ``window[place]``, the latest of them."""

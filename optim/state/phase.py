@@ -109,7 +109,8 @@ class StepRecord(Condition):
         self.changed_tiles = 0
         """Tiles of 65536 elements found changed by somebody else."""
         self.claims = claims or Claims()
-        self._left = count_parts(order)
+        self.left = count_parts(order)
+        """Parameters that are not wholly updated yet, by index, with the number of their subgroups that are not."""
         self.is_in_kernel = False
         """Whether a kernel works, or was cut off."""
         self._versions = {index: _version(grad) for index, grad in inputs.grads.items()}
@@ -139,7 +140,7 @@ class StepRecord(Condition):
         """Return whether a part of this parameter is still to be updated, or nobody knows. From any thread."""
         if self.phase is StepPhase.DONE:  # also where an exception came before the optimizer let go of the record
             return False
-        return index in self._left or self.phase is StepPhase.SPOILT
+        return index in self.left or self.phase is StepPhase.SPOILT
 
     @property
     def updated(self) -> frozenset[SlotRecord]:
@@ -166,24 +167,24 @@ class StepRecord(Condition):
 
     def ends_with(self, slot: SlotRecord, index: int) -> bool:
         """Return whether nothing of this parameter is left to be updated when this subgroup is."""
-        return self._left.get(index) == sum(run.param == index for run in slot.subgroup.runs)
+        return self.left.get(index) == sum(run.param == index for run in slot.subgroup.runs)
 
     def let_go_of(self, slot: SlotRecord) -> None:
         """Note that a subgroup is updated, and drop gradients of parameters of which that was the last part."""
         for run in slot.subgroup.runs:
-            if run.param not in self._left:
+            if run.param not in self.left:
                 continue
-            self._left[run.param] -= 1
-            if not self._left[run.param]:
-                del self._left[run.param]
+            self.left[run.param] -= 1
+            if not self.left[run.param]:
+                del self.left[run.param]
                 self.inputs.grads.pop(run.param, None)
                 if run.param in self.wanted:
                     self.wanted.remove(run.param)
 
     def keep_pending_only(self) -> None:
         """Drop gradients of all that is updated, before the rest is left to be done behind the step."""
-        self._left = count_parts(self.pending)
-        for index in [index for index in self.inputs.grads if index not in self._left]:
+        self.left = count_parts(self.pending)
+        for index in [index for index in self.inputs.grads if index not in self.left]:
             del self.inputs.grads[index]
 
     def take_on(self, index: int, grad: torch.Tensor, num_parts: int, slots: Sequence[SlotRecord]) -> None:
@@ -194,7 +195,7 @@ class StepRecord(Condition):
         """
         self.inputs.grads[index] = grad
         self._versions[index] = _version(grad)
-        self._left[index] = num_parts
+        self.left[index] = num_parts
         self.order = [*self.order, *slots]
         self.pending.update(dict.fromkeys(slots))
 

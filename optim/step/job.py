@@ -58,7 +58,9 @@ class StepJob:
     @property
     def must_end(self) -> bool:
         """Whether the worker finishes it, as far as it can, even if everybody has let go of the worker."""
-        return self.record.phase is StepPhase.BEHIND and not all(map(self._takes_turns, tuple(self.record.pending)))
+        blocks, table = self._store.blocks, self._store.table
+        left = self.record.left if self.record.phase is StepPhase.BEHIND else ()  # `pending` lacks what is in hand
+        return not all(blocks.takes_turns(blocks.number_of(table[index].leaf)) for index in tuple(left))
 
     @property
     def is_done(self) -> bool:
@@ -149,8 +151,7 @@ class StepJob:
             return True
 
         def may_begin(slot: SlotRecord) -> bool:
-            is_own = store.pipeline.is_here(slot) and not self._takes_turns(slot)
-            return is_own and (source is None or source.allows(slot))
+            return store.pipeline.is_here(slot) and not self._takes_turns(slot) and (not source or source.allows(slot))
 
         if (slot := next_update(order, record.pending, may_begin)) is None:
             return source is not None and source.take_in(record)
