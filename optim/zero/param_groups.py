@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nvme_offload.offload.activations.blocks import find_blocks
-from nvme_offload.offload.config.optimizer import OptimizerConfig, OptimizerGroup, OptimizerParams
+from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerGroup, OptimizerParams
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.names import params_matching
@@ -148,21 +148,21 @@ def _with_adamw_beside(
     beside: set[nn.Parameter],
     params: OptimizerParams,
 ) -> list[tuple[Iterable[nn.Parameter], Mapping[str, Any]]]:
-    """Split each group that does not say its rule."""
-    rate = {} if params.adam_lr is None else {"lr": params.adam_lr}
-    has_muons = params.adam_lr is None and params.lr is not None and params.adjust_lr_fn != "match_rms_adamw"
+    """Split each group that does not say its rule; a rate of Muon's own is none of AdamW's."""
+    lr = params.adam_lr
+    if lr is None and params.muon_lr is not None:
+        lr = OPTIMIZERS["Muon"]["lr"] if params.lr is None else params.lr
+    adamw = {name: value for name, value in (("lr", lr), ("eps", params.eps)) if value is not None}
+    has_muons = lr is None and params.lr is not None and params.adjust_lr_fn != "match_rms_adamw"
     split: list[tuple[Iterable[nn.Parameter], Mapping[str, Any]]] = []
     for members, options in groups:
         if "rule" in options:
-            split.append((members, options))
+            split.append((members, {**adamw, **options} if options["rule"] == "AdamW" else options))
             continue
         matrices = [param for param in members if param not in beside]
         others = [param for param in members if param in beside]
-        if matrices:
-            split.append((matrices, {"rule": "Muon", **options}))
-        if others:
-            split.append((others, {**BESIDE_MATRICES, **rate, **options}))
-            if has_muons and "lr" not in options:
-                said = f"AdamW, for what is no matrix, has Muon's lr = {params.lr}"
-                warn_user(f"optimizer.params: {said}; write adam_lr, which is often smaller", ConfigWarning)
-    return split
+        split += [(matrices, {"rule": "Muon", **options}), (others, {**BESIDE_MATRICES, **adamw, **options})]
+        if others and has_muons and "lr" not in options:
+            said = f"AdamW, for what is no matrix, has Muon's lr = {params.lr}"
+            warn_user(f"optimizer.params: {said}; write adam_lr, which is often smaller", ConfigWarning)
+    return [(members, options) for members, options in split if members]

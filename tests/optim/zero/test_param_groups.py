@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import ConfigError, ConfigWarning, OffloadConfig, OffloadMuon, initialize
+from nvme_offload import ConfigError, ConfigWarning, OffloadConfig, initialize
 from tests.support.build import section
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import assert_same, full_state
@@ -189,14 +189,12 @@ def muon(**params):
 BESIDE = ["embed_tokens.weight", "layers.0.bias", "layers.1.bias", "lm_head.weight", "norm.bias", "norm.weight"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_heads_and_what_is_no_matrix_have_adamw_beside_muon(alone, tied, caplog):
-    with (
-        caplog.at_level(logging.INFO, "nvme_offload"),
-        initialize(fresh(tied), muon(muon_lr=0.02, adam_lr=3e-4)) as engine,
-    ):
+@pytest.mark.parametrize(("tied", "given"), [(False, {"lr": 3e-4}), (True, {"eps": 1e-6})])
+def test_embeddings_heads_and_what_is_no_matrix_have_adamw_beside_muon(alone, tied, given, caplog):
+    with caplog.at_level(logging.INFO, "nvme_offload"), initialize(fresh(tied), muon(muon_lr=0.02, **given)) as engine:
         groups = engine.optimizer.param_groups
-        assert [(group["rule"], group["lr"]) for group in groups] == [("Muon", 0.02), ("AdamW", 3e-4)]
+        assert [(group["rule"], group["lr"]) for group in groups] == [("Muon", 0.02), ("AdamW", given.get("lr", 1e-3))]
+        assert groups[1]["eps"] == given.get("eps", 1e-8)
         beside = [name for name in BESIDE if not (tied and name == "lm_head.weight")]
         assert names_of(engine) == [["layers.0.weight", "layers.1.weight"], beside]
         train(engine, 0, 1)
@@ -204,11 +202,14 @@ def test_embeddings_heads_and_what_is_no_matrix_have_adamw_beside_muon(alone, ti
 
 
 def test_groups_beside_muon_are_split_unless_they_say_their_rule(alone):
-    groups = [{"params": "layers.1", "lr": 0.1}, {"params": "embed_tokens", "rule": "Muon"}]
-    with initialize(fresh(), section(), optimizer=OffloadMuon, param_groups=groups) as engine:
+    said = {"Muon": "embed_tokens", "AdamW": "norm.weight"}
+    groups = [{"params": "layers.1", "lr": 0.1}, *({"params": name, "rule": rule} for rule, name in said.items())]
+    with initialize(fresh(), muon(muon_lr=1e-3, adam_lr=2e-3), param_groups=groups) as engine:
         found = [(group["rule"], group["lr"]) for group in engine.optimizer.param_groups]
-        assert found == [("Muon", 1e-3), ("AdamW", 1e-3), ("Muon", 0.1), ("AdamW", 0.1), ("Muon", 1e-3)]
-        assert names_of(engine)[2:] == [["layers.1.weight"], ["layers.1.bias"], ["embed_tokens.weight"]]
+        each = [("Muon", 1e-3), ("AdamW", 2e-3)]
+        assert found == [*each, ("Muon", 0.1), ("AdamW", 0.1), *each]
+        names = ["layers.1.weight", "layers.1.bias", "embed_tokens.weight", "norm.weight"]
+        assert names_of(engine)[2:] == [[name] for name in names]
         train(engine, 0, 1)
 
 
