@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 INDEX = ROOT / "docs" / "README.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"^ {4}.*$", re.MULTILINE)
 CODE_SPAN = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 CLAIM = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+\.(?:py|cpp|hpp))\)\s*\((?P<names>`[^)]*`)\)")
@@ -43,7 +42,7 @@ def prose(page):
 
 def links(page):
     """Relative links as (path, anchor)."""
-    text = CODE_SPAN.sub("", INDENTED.sub("", prose(page)))
+    text = CODE_SPAN.sub("", re.sub(r"^ {4}.*$", "", prose(page), flags=re.MULTILINE))
     for match in LINK.finditer(text):
         target, _, anchor = match["target"].partition("#")
         if "://" not in target and not target.startswith("mailto:"):

@@ -20,7 +20,6 @@ os.chdir(sys.argv[1])
 sys.argv[:2] = []
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-LOSS = re.compile(r"\bloss'?:? '?(\d+\.\d+)")
 STATE = re.compile(r"state on (\w+): .*\b(\d+) bytes written")
 SIZES = {
     "train_with_torchrun.py": ("--width", "64"),
@@ -52,7 +51,7 @@ def by_torchrun(script, *arguments, folder):
 
 
 def losses(output):
-    return [float(loss) for loss in LOSS.findall(output)]
+    return [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.\d+)", output)]
 
 
 def assert_trained(output):

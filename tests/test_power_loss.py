@@ -85,7 +85,6 @@ def one_durable_write_after_another_that_is_not(folder):
     sync_folder(folder)
 
 
-RIGHT = [right, right_with_one_durable_write]
 WRONG_WHEN_KILLED = [old_one_removed_before_the_name_is_on_the_drive, written_in_place]
 WRONG = [
     *WRONG_WHEN_KILLED,
@@ -111,7 +110,7 @@ def is_wrong(crash):
     return crash.image.get("file") not in allowed
 
 
-@pytest.mark.parametrize("protocol", RIGHT)
+@pytest.mark.parametrize("protocol", [right, right_with_one_durable_write])
 def test_a_right_protocol_holds(tmp_path, protocol):
     history = recorded(tmp_path / "folder", protocol)
     crashes = [*history.kills(), *history.power_losses(num_random=300)]

@@ -23,7 +23,7 @@ from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import DurableMeans
-from nvme_offload.optim.updates.logs import SlotLogs
+from nvme_offload.optim.updates.logs import SlotLogs, is_loggable
 from nvme_offload.optim.updates.updater import Means
 
 
@@ -87,7 +87,8 @@ class DurableState(Durability):
 
     def log_itemsize(self, record: ParamRecord) -> int:
         """See `Durability`."""
-        return self.logs.itemsize_of(record.form, record.rule, record.log_dtype)
+        num_logs = self.period - 1 if is_loggable(record.form, record.rule) else 0
+        return num_logs * record.log_dtype.itemsize
 
     def space_of(self, subgroups: Sequence[Subgroup]) -> list[int]:
         """See `Durability`."""

@@ -43,7 +43,8 @@ class PrecisionPlan:
         """The dtype of each buffer by qualified name: buffers keep the dtype they came with."""
         self.rows = list(rows)
         """The rows of the table, each for parameters that look alike."""
-        self.mode = mode_of(config)
+        plain = "none" if config.compute_dtype == "fp32" else config.compute_dtype
+        self.mode = f"autocast-{config.autocast_dtype}" if config.autocast_dtype else plain
         """``none``, ``bf16``, ``fp16``, ``autocast-bf16`` or ``autocast-fp16``."""
         self.autocast = DTYPES[config.autocast_dtype] if config.autocast_dtype else None
         """Dtype with which forward runs under `torch.autocast`; None where it does not."""
@@ -141,13 +142,6 @@ class PrecisionPlan:
 
     def __str__(self) -> str:
         return as_text(self.to_dict())
-
-
-def mode_of(config: OffloadConfig) -> str:
-    """Return which of the five precision modes the section asks for."""
-    if config.autocast_dtype:
-        return f"autocast-{config.autocast_dtype}"
-    return "none" if config.compute_dtype == "fp32" else config.compute_dtype
 
 
 def precision_of(

@@ -48,10 +48,6 @@ class SlotLogs:
         self._params = params
         self._formats: dict[int, tuple[Subgroup, EntryFormat]] = {}
 
-    def itemsize_of(self, form: MasterForm, rule: UpdateRule, log_dtype: torch.dtype) -> int:
-        """Return the bytes of log that are read beside an element's state, at most."""
-        return (self.period - 1) * log_dtype.itemsize if is_loggable(form, rule) else 0
-
     def base_of(self, subgroup: Subgroup) -> ExtentLayout:
         """Return where state, tail and trailer are in the base of a subgroup."""
         dtype = subgroup.tail_dtype

@@ -180,20 +180,13 @@ def look_at_meta(rank, mesh):
     assert torch.equal(module(torch.ones(1, 3)), torch.full((1, 3), 36.0))
 
 
-def where_shards_begin(rank, world_size):
-    module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (world_size,)))
-    return private.shard_offsets(module.weight), private.shard_offsets(module.bias)
-
-
-def leave_a_word(rank, world_size):
-    store = private.store_of_all_ranks()
-    store.set(f"word of {rank}", "hello")
-    return store.get(f"word of {1 - rank}")
-
-
 def look_at_two_ranks(rank, world_size):
     look_at_fsdp(rank, world_size)
-    return where_shards_begin(rank, world_size), leave_a_word(rank, world_size)
+    module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (world_size,)))
+    begins = private.shard_offsets(module.weight), private.shard_offsets(module.bias)
+    store = private.store_of_all_ranks()
+    store.set(f"word of {rank}", "hello")
+    return begins, store.get(f"word of {1 - rank}")
 
 
 @pytest.fixture(scope="module")

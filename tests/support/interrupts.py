@@ -79,7 +79,8 @@ class Interrupt:
         self.kept: BaseException | None = None
         self._inside = inside
         self._keep = keep
-        self._is_due = _nth(when) if isinstance(when, int) else when
+        numbers = count(1)
+        self._is_due = (lambda point: next(numbers) == when) if isinstance(when, int) else when
         self._strike = strike
         self._collects = gc.isenabled()
 
@@ -145,11 +146,6 @@ def _points_of(code: CodeType) -> dict[int, Point]:
         if this.opname.split("_IF_")[0] in _HANDLERS_RUN_AFTER
         and ("CALL" not in this.opname or following is None or guard_of(this.offset) == guard_of(following.offset))
     }
-
-
-def _nth(number: int) -> Callable[[Point], bool]:
-    numbers = count(1)
-    return lambda point: next(numbers) == number
 
 
 def struck(interrupt: Interrupt, call: Callable[[], object]) -> BaseException | None:

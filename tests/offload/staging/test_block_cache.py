@@ -49,12 +49,6 @@ def content(cache, block):
     return values[0]
 
 
-def one_away(cache):
-    """A block that is on the tier alone, once all is quiet."""
-    cache.synchronize()
-    return next(block for block in cache.blocks if block.buffer is None)
-
-
 def learn(cache, *numbers):
     """Use these blocks in this order twice, as two steps do; then all is quiet."""
     for _ in range(2):
@@ -197,7 +191,8 @@ def test_a_failed_write_keeps_its_bytes_until_the_drive_is_well(make_cache):
 
 def test_a_changed_byte_on_the_drive_is_found_where_checksums_are_on(make_cache):
     cache = make_cache(3, 2, checksum=lambda values: values.long().sum().view(1))
-    block = one_away(cache)
+    cache.synchronize()
+    block = next(block for block in cache.blocks if block.buffer is None)
     stripe = block.extent.stripes[0]
     path = f"/proc/self/fd/{stripe.fd}"
     with open(path, "r+b", buffering=0) as file:

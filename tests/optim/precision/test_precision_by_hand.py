@@ -106,16 +106,12 @@ def look_at_engine(mode, block, stage):
         return look(engine.module, engine.backward, engine.module.named_parameters)
 
 
-def look_at_plain(mode, block):
-    model = fresh_model(block, HALVES[mode])
-    return look(model, lambda loss: (loss * (SCALE if mode == "fp16" else 1.0)).backward(), model.named_parameters)
-
-
 def compare(rank, world_size):
     """The largest difference from plain PyTorch, in units of scale, by what was compared."""
     found = {}
     for mode, block in itertools.product(HALVES, (NormInFp32, DecayInFp32, GateIn16Bits)):
-        expected = look_at_plain(mode, block)
+        model, scale = fresh_model(block, HALVES[mode]), SCALE if mode == "fp16" else 1.0
+        expected = look(model, lambda loss, scale=scale: (loss * scale).backward(), model.named_parameters)
         for stage in (1, 2, 3) if mode == "bf16" else (3,):
             seen = look_at_engine(mode, block, stage)
             assert seen.keys() == expected.keys()

@@ -316,10 +316,6 @@ def t5(tied):
     return T5ForConditionalGeneration(config)
 
 
-def labelled(model, tokens, **more):
-    return model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
-
-
 @pytest.mark.parametrize(
     ("model", "tied", "steps"),
     [
@@ -331,7 +327,12 @@ def labelled(model, tokens, **more):
 def test_models_of_hugging_face(alone, tmp_path, model, tied, steps):
     """A T5 has two stacks of blocks, the first one's output goes to every block of the second, and ends are shared."""
     ends = [
-        train(config_of(tmp_path, order, 2, **tiers), steps, model=partial(model, tied), loss_of=labelled)
+        train(
+            config_of(tmp_path, order, 2, **tiers),
+            steps,
+            model=partial(model, tied),
+            loss_of=lambda model, tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss,
+        )
         for order, tiers in (("horizontal", {}), ("vertical", EVERYTHING))
     ]
     compare(*ends)

@@ -14,7 +14,6 @@ from tests.support.sharded_model import assert_same, full_state
 
 MiB, GiB = 2**20, 2**30
 WIDTH, LAYERS = 1024, 8  # in bf16 16 MiB of parameters, of gradients, and 80 MiB of state
-RESERVE = 2 * GiB
 
 
 def auto(path, **state):
@@ -29,7 +28,7 @@ def model():
 
 
 def leave(monkeypatch, size_bytes):
-    monkeypatch.setattr("nvme_offload.offload.host.available_memory.available_bytes", lambda: RESERVE + size_bytes)
+    monkeypatch.setattr("nvme_offload.offload.host.available_memory.available_bytes", lambda: 2 * GiB + size_bytes)
 
 
 def train(engine, steps=1):

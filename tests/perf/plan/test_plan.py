@@ -494,18 +494,15 @@ def test_the_libraries_weigh_what_is_planned_for_them():
 
 
 def job_of(shape, config):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape)
     return Job(
-        shape=ModelShape.of_module(llama_on_meta(shape), name="llama", config=shape),
+        shape=ModelShape.of_module(model, name="llama", config=shape),
         config=OffloadConfig.from_dict(config),
         tokens=TOKENS,
         checkpointing=False,
         baseline_bytes=0,
     )
-
-
-def llama_on_meta(shape):
-    with torch.device("meta"):
-        return LlamaForCausalLM(shape)
 
 
 @pytest.mark.parametrize(("name", "itemsize"), [("AdamW", 10), ("Adam", 10), ("Lion", 6), ("Adagrad", 6), ("SGD", 2)])

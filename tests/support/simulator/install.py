@@ -19,7 +19,6 @@ import nvme_offload.offload.host.region as region_module
 import nvme_offload.offload.storage.swap_file as swap_file_module
 from nvme_offload.aio_native import starting
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.aio_native.engine import Engine, EngineOptions
 from nvme_offload.aio_native.registry import EngineEntry
 from nvme_offload.offload.weights import writer
 from nvme_offload.optim.checkpoint import files
@@ -52,7 +51,7 @@ def install() -> None:
             module.start = _start  # type: ignore[attr-defined]
         if hasattr(module, "SimpleQueue"):
             module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
-    EngineEntry.open = _open_engine  # type: ignore[method-assign]
+    EngineEntry.open = lambda entry, options: SimulatedEngine(options)  # type: ignore[method-assign]
     swap_file_module.os = _Allocating()  # type: ignore[assignment]
     _fill_files()
     _step_bells()
@@ -69,10 +68,6 @@ def freeze() -> None:
     """From here on a collection looks at what a case left, and not at all of torch."""
     gc.collect()
     gc.freeze()
-
-
-def _open_engine(entry: EngineEntry, options: EngineOptions) -> Engine:
-    return SimulatedEngine(options)
 
 
 class _Allocating:

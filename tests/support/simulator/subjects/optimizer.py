@@ -163,7 +163,8 @@ class OptimizerSubject(Subject):
         _, error = self.struck(strike, lambda: entry.__setitem__(name, value))
         if self.optimizer.has_unfinished_step:
             assert error is not None
-            self._refused_until_loaded()
+            self._refuses(self.optimizer.step, "loading a state dict stopped halfway")
+            self.load(self.position, None)
 
     def do_load(self, draw: random.Random, strike: Strike | None) -> None:
         self.load(draw.randint(max(0, self.position - 2), self.position + 1), strike)
@@ -241,10 +242,6 @@ class OptimizerSubject(Subject):
             self.load(self.position, None)
             return False
         return True
-
-    def _refused_until_loaded(self) -> None:
-        self._refuses(self.optimizer.step, "loading a state dict stopped halfway")
-        self.load(self.position, None)
 
     def _refuses(self, call: Callable[[], Any], why: str) -> None:
         with pytest.raises(StateError, match=why):
