@@ -47,6 +47,8 @@ Direction = Literal["read", "write", "allocate"]
 
 _REMEDIES = {
     errno_names.ENOSPC: "the file system is full: free space on it or put nvme_path on another one",
+    errno_names.EDQUOT: "a quota (of user, group or folder) is used up: free some of it, have it raised, or put "
+    "nvme_path on another file system",
     errno_names.EIO: "the drive reported an error, and this range cannot be trusted: look at `dmesg` and "
     "`smartctl -a`, and put nvme_path on another drive",
     errno_names.EINVAL: "most often direct I/O with an unaligned address, offset or size, or a file system "
@@ -159,10 +161,12 @@ class EngineLostError(SwapIOError):
 class OutOfSpaceError(SwapIOError):
     """The file system cannot hold the swap file; nothing has been written."""
 
-    _arguments = ("path", "needed_bytes", "free_bytes")
+    _arguments = ("path", "needed_bytes", "free_bytes", "errno")
 
-    def __init__(self, *, path: str | os.PathLike[str], needed_bytes: int, free_bytes: int) -> None:
-        super().__init__(errno_names.ENOSPC, path=path, offset=0, size_bytes=needed_bytes, direction="allocate")
+    def __init__(
+        self, *, path: str | os.PathLike[str], needed_bytes: int, free_bytes: int, errno: int = errno_names.ENOSPC
+    ) -> None:
+        super().__init__(errno, path=path, offset=0, size_bytes=needed_bytes, direction="allocate")
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
 

@@ -10,7 +10,6 @@ the ranks agree on before they write: steps of the same number may be of differe
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvme_offload.offload.errors import OutOfSpaceError, ResumeError, SwapIOError
+from nvme_offload.offload.errors import OutOfSpaceError, ResumeError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
-from nvme_offload.offload.storage.swap_file import move_all
+from nvme_offload.offload.storage.swap_file import move_all, promise
 from nvme_offload.offload.sync import sync_file, sync_folder
 from nvme_offload.offload.units import round_up
 
@@ -240,9 +239,9 @@ class ManifestFiles:
         held_bytes = os.fstat(fd).st_size
         if size_bytes > held_bytes:
             try:
-                _promise(fd, path, round_up(int(size_bytes * _GROWTH), _BLOCK_BYTES))
+                promise(fd, path, 0, round_up(int(size_bytes * _GROWTH), _BLOCK_BYTES), "a manifest")
             except OutOfSpaceError:
-                _promise(fd, path, size_bytes)
+                promise(fd, path, 0, size_bytes, "a manifest")
             sync_file(fd)
 
     def _write(self, place: int, content: bytes, size_bytes: int) -> None:
@@ -254,19 +253,5 @@ class ManifestFiles:
 
 def _make(folder: Path, name: str) -> None:
     with open_in(folder, name, os.O_RDWR | os.O_CREAT) as fd:
-        _promise(fd, folder / name, _FIRST_BYTES)
+        promise(fd, folder / name, 0, _FIRST_BYTES, "a manifest")
         sync_file(fd)
-
-
-def _promise(fd: int, path: Path, size_bytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            code = error.errno or errno.EIO
-            raise SwapIOError(
-                code, path=path, size_bytes=size_bytes, direction="allocate", extent="a manifest"
-            ) from error
-        system = os.fstatvfs(fd)
-        free_bytes = system.f_bavail * system.f_frsize
-        raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes) from error

@@ -74,12 +74,18 @@ def read_in(folder: Path, name: str) -> bytes:
 
 
 def write_in(folder: Path, name: str, content: bytes, *, synced: bool = False) -> None:
-    """Write a file in a run's folder, over what is there. Raises as `open_in` does."""
-    with open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-        with os.fdopen(fd, "wb", closefd=False) as file:
-            file.write(content)
-        if synced:
-            sync_file(fd)
+    """Write a file in a run's folder, over what is there. Raises SwapIOError if the drive does not take it."""
+    try:
+        with open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+            with os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(content)
+            if synced:
+                sync_file(fd)
+    except ForeignFolderError:
+        raise
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise SwapIOError(code, path=folder / name, size_bytes=len(content), direction="write") from error
 
 
 def open_synced(folder: Path, name: str, *, direct: bool) -> Descriptor:
@@ -107,7 +113,7 @@ def replace_in(folder: Path, name: str, content: bytes) -> None:
         with suppress(OSError):
             (folder / new).unlink(missing_ok=True)
         code = error.errno or errno.EIO
-        raise SwapIOError(code, path=folder / name, offset=0, size_bytes=len(content), direction="write") from error
+        raise SwapIOError(code, path=folder / name, size_bytes=len(content), direction="write") from error
 
 
 def is_at(path: Path, fd: int) -> bool:

@@ -82,21 +82,13 @@ class SwapFile:
             return
         self.check_whole()  # a file that grew is long enough again, and its blocks are counted anew
         # Asked first because some file systems (and glibc's emulation) fill the disk before they say no.
-        free_bytes = self._check_free(missing)
+        self.check_room(size_bytes)
         try:
-            os.posix_fallocate(self.fd, self._promised, missing)
-        except OSError as error:
+            promise(self.fd, self.path, self._promised, missing)
+        except SwapIOError:
             with suppress(OSError):  # left longer it does no harm, and what went wrong first is what must be told
                 os.ftruncate(self.fd, self._promised)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes) from error
-            raise SwapIOError(
-                error.errno or errno.EIO,
-                path=self.path,
-                offset=self._promised,
-                size_bytes=missing,
-                direction="allocate",
-            ) from error
+            raise
         self._note_promise(size_bytes)
 
     def reserve_again(self, size_bytes: int) -> None:
@@ -115,16 +107,10 @@ class SwapFile:
 
     def check_room(self, size_bytes: int) -> None:
         """Raise OutOfSpaceError where the file system has no room for a file of that length."""
-        self._check_free(size_bytes - self._promised)
-
-    def _check_free(self, missing: int) -> int:
-        """Bytes that the file system has free, at least `missing`."""
-        system = os.fstatvfs(self.fd)
-        free_bytes = system.f_bavail * system.f_frsize
+        missing = size_bytes - self._promised
         # ramfs counts no blocks at all (f_blocks is 0): nothing to ask.
-        if system.f_blocks and free_bytes < missing:
+        if os.fstatvfs(self.fd).f_blocks and (free_bytes := _free_bytes(self.fd)) < missing:
             raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes)
-        return free_bytes
 
     def _note_promise(self, size_bytes: int) -> None:
         self._promised = size_bytes
@@ -173,6 +159,25 @@ class SwapFile:
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
         self._descriptor.close()
+
+
+def promise(fd: int, path: Path, offset: int, size_bytes: int, extent: str = "") -> None:
+    """Have the file system promise the space of a range; OutOfSpaceError where it has none, or a quota is used up."""
+    free_bytes = _free_bytes(fd)
+    try:
+        os.posix_fallocate(fd, offset, size_bytes)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes, errno=code) from error
+        raise SwapIOError(
+            code, path=path, offset=offset, size_bytes=size_bytes, direction="allocate", extent=extent
+        ) from error
+
+
+def _free_bytes(fd: int) -> int:
+    system = os.fstatvfs(fd)
+    return system.f_bavail * system.f_frsize
 
 
 def read_at(fd: int, memory: memoryview, offset: int) -> int:

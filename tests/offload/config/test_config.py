@@ -432,6 +432,7 @@ def test_errors_survive_pickling(error):
     ("code", "remedy"),
     [
         (errno.ENOSPC, "free space"),
+        (errno.EDQUOT, "have it raised"),
         (errno.EIO, "dmesg"),
         (errno.EINVAL, 'aio.direct to "optional"'),
         (errno.ENODATA, "truncated it"),

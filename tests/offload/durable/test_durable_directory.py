@@ -6,6 +6,7 @@ import signal
 import stat
 import threading
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -406,6 +407,12 @@ def precious(tmp_path):
     path.parent.mkdir()
     path.write_bytes(PRECIOUS)
     return path
+
+
+def test_a_full_disk_is_named_where_the_owner_is_noted(drive, monkeypatch):
+    monkeypatch.setattr(os, "fdopen", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(SwapIOError, match=r"/owner failed: ENOSPC.* free space"):
+        opened(drive)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
 
 
 def test_no_room_for_the_first_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OutOfSpaceError, match=NAMES[0]):
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.EDQUOT, "full")))
+    with pytest.raises(OutOfSpaceError, match=rf"{NAMES[0]} failed: EDQUOT.* quota"):
         opened(tmp_path)
 
 
