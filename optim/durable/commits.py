@@ -145,7 +145,10 @@ class Commits:
                 self._take(groups, engine or {})
         except OSError as error:
             self.durable.latest.fail(error)
-            self._say_failed(error)
+            if self.store.has_unfinished_step:  # it has stopped the updates, and is raised by who waits for these
+                self.store.worker.note_failure(error)
+            else:
+                self._say_failed(error)
         except BaseException as error:
             self.durable.latest.fail(error)
             self._said = _cause_of(error)
@@ -212,9 +215,8 @@ class Commits:
             self.tick += 1
             self.ranks().together(partial(self._rewrite_and_take, groups, engine or {}))
             self.begin_pending()
-        failure = latest.failure if latest.wait() is CommitState.FAILED else None
         if not self.settle(quietly=True):
-            raise failure or StateError("commit", "a commit that lasts on every rank", "one that failed on another")
+            raise latest.failure or StateError("commit", "a commit that lasts", "one that failed on another rank")
 
     def _check_between_steps(self) -> None:
         """Raise on all ranks what stopped a step on one of them."""
@@ -230,7 +232,9 @@ class Commits:
         self._check_between_steps()
         with self.store.at_rest():
             if not self.settle():
-                raise StateError("snapshot", "a step that lasts on every rank", "one whose commit failed")
+                raise StateError(
+                    "snapshot", "a step that lasts on every rank", f"a failure: {self.durable.latest.failure}"
+                )
             self.snapshots().take(name)
         step = self.durable.latest.step
         assert step is not None
@@ -249,17 +253,14 @@ class Commits:
             changed = changed or any(self.durable.seal.is_changed(slot) for slot in store.slots)
             if not self.ranks().all(not changed):
                 self.commit(groups, engine, step)
-            problem, held = None, None
+            held: list[Manifest] = []
             try:
-                held = self.run.pin_newest()
-            except OSError as error:
-                problem = error
-            if not self.ranks().all(held is not None):
-                if held is not None:
+                self.ranks().together(lambda: held.append(self.run.pin_newest()))
+            except OSError:
+                if held:
                     self.run.unpin_newest()
-                raise problem or StateError("pin", "room for a pinned step on every rank", "none on another one")
-            assert held is not None
-            return held
+                raise
+            return held[0]
 
     def watch(self, background: Background) -> None:
         """Say in `stats` how far this is, which reads the pinned step, until `end_background`."""
@@ -303,18 +304,21 @@ class Commits:
 
     def identify(self) -> None:
         """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
-        if self._num_identified == self._num_placed:
+        if self._num_identified != self._num_placed:
+            self._agree()
+            self.run.identify(self.identity(), self._agreed.uuid, self._agreed.hosts)
+            self._num_identified = self._num_placed
+
+    def _agree(self) -> None:
+        if self._agreed.num_params == self._num_placed:  # not again by one rank alone, whose drive did not take it
             return
-        if self._agreed.num_params != self._num_placed:  # not again by one rank alone, whose drive did not take it
-            ranks = self.ranks()
-            known = ranks.gather(ranks.together(self._own_uuid))
-            self.tick = max(tick for _, _, tick, _, _ in known.values())
-            self.begin_history(drawn for _, _, _, drawn, _ in known.values())
-            hosts = {str(rank): host for rank, (*_, host) in known.items()}
-            uuid = min(known.values())[1]
-            self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=uuid, hosts=hosts)
-        self.run.identify(self.identity(), self._agreed.uuid, self._agreed.hosts)
-        self._num_identified = self._num_placed
+        ranks = self.ranks()
+        known = ranks.gather(ranks.together(self._own_uuid))
+        self.tick = max(tick for _, _, tick, _, _ in known.values())
+        self.begin_history(drawn for _, _, _, drawn, _ in known.values())
+        hosts = {str(rank): host for rank, (*_, host) in known.items()}
+        uuid = min(known.values())[1]
+        self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=uuid, hosts=hosts)
 
     def _own_uuid(self) -> tuple[bool, str, int, str, str]:
         """Return if the run is new here, its name for this rank, its next tick, a number for its history, the host."""
@@ -370,6 +374,7 @@ class Commits:
         """Make sure that the run knows what it is, and that there is something to commit of every subgroup."""
         store = self.store
         if self._num_identified != self._num_placed:
+            self._agree()  # before anything that may fail on one rank alone
             with store.at_rest():
                 self.identify()
                 unborn = [slot for slot in store.slots if slot.residency is Residency.UNBORN]

@@ -1,14 +1,15 @@
 """A training engine whose steps last: schedule, loss scale, buffers and several ranks, in every precision and tier."""
 
 import errno
+import resource
 import warnings
 from contextlib import contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
 
-from nvme_offload import ResumeError, StateError
-from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, settle, whole
+from nvme_offload import ResumeError, StateError, SwapIOError
+from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, settle, whole
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
@@ -141,3 +142,23 @@ def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
     with durable("bf16", drive, "run") as engine:
         assert engine.resume() == (2, {})
         assert_goes_on_to(engine, "bf16", drive, 2, 4)
+
+
+def _stop_behind_the_first_step(rank, world_size, path):
+    with durable("bf16", path, "run") as engine:
+        engine.optimizer.place()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if rank else -1, -1))
+        steps_of(engine, rank, [0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        if rank == 1:
+            with pytest.raises(SwapIOError, match="EFBIG"):
+                engine.optimizer.synchronize()
+            engine.optimizer.finish_step()
+        steps_of(engine, rank, range(1, 3))
+        assert_same(whole(engine)[0], expected("bf16", path, 3, rank=rank)[0])
+    with durable("bf16", path, "run") as engine:
+        assert engine.resume()[0] == 3
+
+
+def test_a_rank_whose_updates_stop_before_the_first_commit_keeps_no_other_waiting(drive):
+    run_ranks(_stop_behind_the_first_step, 2, drive)
