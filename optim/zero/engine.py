@@ -30,6 +30,7 @@ from nvme_offload.optim.durable.identity import ModelRecord
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
+from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
@@ -563,11 +564,15 @@ class OffloadEngine:
         """Wait until the checkpoint that is written in the background has its name; every rank must call it.
 
         Raises:
-            CheckpointWriteError, SwapIOError, CorruptionError: what it failed with: nothing of it is left.
+            CheckpointWriteError, SwapIOError, CorruptionError: what it failed with, on any rank: nothing of it is left.
         """
-        failure = self._end_background()
-        if failure is not None:
-            raise failure
+
+        def end() -> None:
+            if (failure := self._end_background()) is not None:
+                raise failure
+
+        with self._peers.named():
+            on_every_rank(end, self._group)
 
     def load_checkpoint(
         self,

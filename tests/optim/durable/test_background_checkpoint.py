@@ -171,6 +171,12 @@ def save_from_every_rank(rank, world_size, path, folder):
         engine.wait_for_checkpoint()
         after = whole(engine)
         assert_same(after[0], expected("bf16", path, 4, rank=rank)[0])
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:  # the other one has written its part, and nothing failed there
+                patch.setattr(background.files, "publish", Mock(side_effect=OSError(28, "no space is left")))
+            engine.save_checkpoint(folder / "beside", "next", background=True)
+            with pytest.raises(CheckpointWriteError, match=r"next\.partial"):
+                engine.wait_for_checkpoint()
 
 
 @pytest.mark.parametrize("world_size", [2])
