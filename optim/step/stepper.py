@@ -265,7 +265,7 @@ class Stepper:
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
                 )
-            self._meter.skipped_steps += 1
+            self._meter.skip_step()
             self.clip_first = 1.0
             if found_inf is None:
                 warn_user(

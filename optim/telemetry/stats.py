@@ -272,6 +272,10 @@ class Meter:
         """Note which step was the latest. It may be cut short and done once more."""
         self.steps = number
 
+    def skip_step(self) -> None:
+        """Count a step that was skipped."""
+        self.skipped_steps += 1
+
     def note_changed(self, tiles: int) -> None:
         """Note tiles that were found changed; `take_changed` tells of them."""
         self.changed_behind += tiles

@@ -214,7 +214,8 @@ class _Making:
         )
         section, group = part_for_optimizer(self.config), roles.pipeline_group
         found = _params_of(self.model)
-        made = self.make_optimizer([each.with_params(found) for each in self.groups], offload=section, norm_group=group)
+        groups = [{"params": [found[n] for n in each.names if n in found], **each.options} for each in self.groups]
+        made = self.make_optimizer(groups, offload=section, norm_group=group)
         undo.callback(made.close)
         made.store.blocks.beside = [param for name, param in self.model.named_parameters() if name not in found]
         made.place()

@@ -28,10 +28,6 @@ class NamedGroup:
     """Hyperparameters of its own."""
     rule: UpdateRule
 
-    def with_params(self, found: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        """Return the group as torch has it, with its parameters that are in `found`."""
-        return {"params": [found[name] for name in self.names if name in found], **self.options}
-
 
 def groups_of(
     model: nn.Module, section: OptimizerConfig, rule: UpdateRule, given: Iterable[Mapping[str, Any]] | None

@@ -16,7 +16,6 @@ MIXES = [  # parameters, gradients, optimizer state
     ("none", "nvme", "cpu"),
     ("nvme", "nvme", "nvme"),
 ]  # more of them, with every schedule and precision: overlap/test_bit_matrix.py
-BUDGETED = 0.6  # of all that may be in memory; with everything else on NVMe
 
 
 def train_in_mixes(rank, world_size, path, mixes=(MIXES[0], MIXES[-1])):
@@ -37,7 +36,7 @@ def train_in_mixes(rank, world_size, path, mixes=(MIXES[0], MIXES[-1])):
         return plan
 
     *_, on_nvme = [train(section(path, *mix)) for mix in mixes]
-    budget = on_nvme.bytes_on("host") + int(BUDGETED * on_nvme.bytes_on("nvme"))
+    budget = on_nvme.bytes_on("host") + int(0.6 * on_nvme.bytes_on("nvme"))
     plan = train({**section(path, **EVERYTHING), "host_budget": budget})
     assert 0 < plan.bytes_on("nvme") < on_nvme.bytes_on("nvme")
     return runs[0][1]
