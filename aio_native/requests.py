@@ -35,8 +35,6 @@ MAX_ATTEMPTS = 64
 MAX_STRIPES = 16
 """Segments of one operation that are issued side by side; more go one after the other."""
 
-_REPEATED = (errno.EINTR, errno.EAGAIN)
-
 
 def lost(operation: PythonOperation, error: int) -> Failure:
     """Return what becomes of an operation whose engine broke."""
@@ -211,7 +209,7 @@ class RequestQueue:
         """Account for what was moved; 0, or the errno with which the request is given up."""
         if result < 0:
             error = -result
-            if error not in _REPEATED:
+            if error not in (errno.EINTR, errno.EAGAIN):
                 return error
             moved = 0
         else:

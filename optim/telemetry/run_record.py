@@ -164,8 +164,11 @@ def _exchange(file: Path, new: Path, line: str) -> None:
 
 
 def _append(file: Path, _same: Path, line: str) -> None:
-    with file.open("a", encoding="utf-8") as log:
-        log.write(line)
+    with file.open("ab", buffering=0) as log:
+        before = log.tell()
+        if log.write(line.encode()) < len(line):  # a half would be one line with what the next run appends
+            log.truncate(before)
+            raise OSError("the drive has no room for a whole record")
 
 
 def log_of_rank(log: Path, rank: int) -> Path:

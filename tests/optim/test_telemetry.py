@@ -1,11 +1,11 @@
 """What an optimizer says of itself: an iteration and what limited it, scalars for monitors, the record of a run."""
 
-import itertools
 import json
 import logging
 import math
 import os
 import re
+import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -272,13 +272,19 @@ def test_it_is_written_at_most_once_a_second(tmp_path, clock):
 def test_a_log_grows_slower_the_longer_a_run_is(tmp_path, clock):
     log = tmp_path / "run.jsonl"
     record = RunRecord(None, log)
+    say = lambda: {"scalars": {"steps": clock[0], "drive_busy_seconds": 0.0}}  # noqa: E731
     for _ in range(3000):
         clock[0] += 10.0
-        record.note(lambda: {"scalars": {"steps": clock[0], "drive_busy_seconds": 0.0}})
+        record.note(say)
+    whole = log.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 99, -1))
+    record.close(say)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    assert log.read_bytes() == whole, "no half of a record is left, which the next run would append to"
     times = [entry["scalars"]["steps"] - 1000.0 for entry in read_records(log)]
     assert times[:3] == [10.0, 20.0, 30.0]
     assert len([when for when in times if when <= 10_000]) == 1000
-    assert all(10.0 <= late - early <= LOG_SHARE * late + 10.0 for early, late in itertools.pairwise(times))
+    assert all(10.0 <= late - early <= LOG_SHARE * late + 10.0 for early, late in pairwise(times))
     assert len(times) < 2000
 
 

@@ -10,8 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-
 
 class Resources(NamedTuple):
     """Everything that can leak and can be counted exactly."""
@@ -70,7 +68,7 @@ class Resources(NamedTuple):
 
 def resident_bytes() -> int:
     """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_SIZE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _num_threads() -> int:

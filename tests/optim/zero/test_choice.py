@@ -46,9 +46,8 @@ def places(config):
 
 
 STATE, GRADS, ALL = ("none", "none", True), ("none", "nvme", True), ("nvme", "nvme", False)
-FITS = "everything fits into memory"
 SIZES = {
-    "all in memory": (512 * MiB, STATE, {"host"}, FITS),
+    "all in memory": (512 * MiB, STATE, {"host"}, "everything fits into memory"),
     "part of the state": (120 * MiB, STATE, {"host", "nvme"}, "the optimizer state does not fit"),
     "gradients, too": (72 * MiB, GRADS, {"host", "nvme"}, "gradients do not fit into memory beside parameters"),
     "nothing is left": (MiB, ALL, {"nvme"}, "memory is scarce"),

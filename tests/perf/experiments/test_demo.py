@@ -29,7 +29,6 @@ from tests.support.forked import forked_children
 
 STEPS = 8
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +193,7 @@ def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
 def test_ctrl_c_leaves_nothing(tmp_path):
     demo_process = subprocess.Popen(
         [*COMMAND, "--steps", "10000", "--out", str(tmp_path)],
-        cwd=REPOSITORY,
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

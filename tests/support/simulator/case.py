@@ -12,7 +12,6 @@ from tests.support.simulator.drive import DriveFault
 
 STRIKES = ("raise", "sigint", "raise in a wait", "sigint in a wait")
 """An exception or a Ctrl-C: at a point where CPython runs handlers, or out of a wait."""
-PREEMPTION = ("none", "none", "calls", "opcodes")
 _MOST_POINTS = 1500
 
 
@@ -106,7 +105,7 @@ def draw_case(seed: int, subjects: Mapping[str, Any]) -> Case:
         subject=name,
         options=options,
         restlessness=draw.choice((0.02, 0.1, 0.4)),
-        preemption=draw.choice(PREEMPTION),
+        preemption=draw.choice(("none", "none", "calls", "opcodes")),
         calls=draw_calls(draw, subject.calls, subject.most_calls),
         faults=draw_faults(draw, checksums=bool(options.get("checksums"))),
         full_at=(draw.randint(1, 8),) if full else (),

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 MAX_STEPS = 200_000  # hand-overs after which a case counts as hung. The longest take a few thousand.
 
-_NS = 10**9
 
 Found = TypeVar("Found")
 
@@ -93,7 +92,7 @@ class World:
             self.on_wait()
         me = self._current
         me.ready, me.waits_for = ready, what
-        me.deadline_ns = None if timeout is None else self.now_ns + max(1, round(timeout * _NS))
+        me.deadline_ns = None if timeout is None else self.now_ns + max(1, round(timeout * 10**9))
         try:
             self._hand_over(self._next())
         finally:
