@@ -82,8 +82,8 @@ class StateBody(ABC):
         return not len(self.table)
 
     def has_state(self, record: ParamRecord) -> bool:
-        """Return whether a parameter's state has a place, or will have one as soon as any has."""
-        return record.is_placed or (not self.is_placed and record.leaf.requires_grad)
+        """Return whether a parameter's state has a place, or will have one with its first gradient."""
+        return record.is_placed or record.leaf.requires_grad
 
     @property
     def _trainable(self) -> list[ParamRecord]:

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from nvme_offload import get_full_param, initialize, set_full_param
 from tests.support.pairs import each_value_once
@@ -120,6 +121,8 @@ def test_a_run_with_an_unfrozen_layer_is_resumed(alone, tmp_path, again):
         model = fresh_model() if again == "before initialize" else frozen()
         with initialize(model, section(**BF16)) as resumed:
             model.blocks[0].requires_grad_(True)
+            _, states = get_state_dict(model, resumed.optimizer)
+            assert states["state"].keys() == dict(model.named_parameters()).keys(), "torch loads what is in here alone"
             resumed.load_checkpoint(tmp_path)
             run(range(2, 3), None, resumed)
             assert_same(full_state(resumed.module, resumed.optimizer), full_state(straight.module, straight.optimizer))
