@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left, version_of
 from nvme_offload.offload.devices.device import HOST, Event, is_host, is_reached, queued
@@ -21,7 +22,7 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.step.guess import Guess, Guesses
 from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
-from nvme_offload.optim.step.norm import sums_on_device, tile_sums
+from nvme_offload.optim.step.norm import sums_from_device, sums_on_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
 from nvme_offload.optim.step.schedule import IN_BACKWARD, InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
@@ -244,7 +245,10 @@ class FinalGradients:
             self._hand_in_held()
         begun = self._begun
         if begun is not None and record.index in begun.claims.final:
-            self._take_back_or_refuse(record)
+            if self._guess is None:
+                way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
+                raise StateError(record.name, way_on, "another gradient after the one that was final")
+            self.take_back()
             return
         may_begin = self.backward.is_last and self._begins_next and not self.must_agree and self._may_begin(record)
         if store.is_closed or not may_begin:
@@ -277,12 +281,9 @@ class FinalGradients:
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""
         held = self._held
-        self._drop_held()
+        self._held = _HeldBack()
         for leaf, record in held.records.items():
             self._hand_in(record, leaf)
-
-    def _drop_held(self) -> None:
-        self._held = _HeldBack()
 
     def _hand_in(self, record: ParamRecord, leaf: torch.Tensor) -> None:
         begun = self._begun or self._begin()
@@ -294,14 +295,6 @@ class FinalGradients:
         begun.claims.final.add(record.index)
         let_wait([record])
         self._inbox.put(record.index, grad)
-
-    def _take_back_or_refuse(self, record: ParamRecord) -> None:
-        if self._guess is not None:
-            self.take_back()
-            return
-        more = "another gradient after the one that was final"
-        way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
-        raise StateError(record.name, way_on, more)
 
     @property
     def sums(self) -> Mapping[int, torch.Tensor]:
@@ -320,13 +313,14 @@ class FinalGradients:
         """
         if not self.is_asked:
             return
-        self._drop_held()
+        self._held = _HeldBack()
         self._store.blocks.keep_gathered(False)
         begun = self._begun
         if begun is None:
             return
         leaves = self._store.table.leaves
         are_same = all(index in grads and _identity_of(leaves[index]) == it for index, it in self._found.items())
+        are_same = are_same and self._have_their_sums(grads)
         if self._guess is None:
             _check_same_hyperparameters(self._store.owner, self._begun_with, hyperparameters_of(groups))
             if not are_same:
@@ -336,6 +330,14 @@ class FinalGradients:
         is_right = are_same and scalars_of(self._store, self._rule, groups, used.keys(), self._guess.factor) == used
         if self._is_taken_back or not is_right:
             self.take_back()
+
+    def _have_their_sums(self, grads: Mapping[int, torch.Tensor]) -> bool:
+        """Sum the squares of shards again: torch's clipping, `_foreach_mul_` of DTensors, changes no version."""
+        store, known = self._store, dict(self.sums)
+        shards = {index: grads[index] for index in known if isinstance(store.table.leaves[index].grad, DTensor)}
+        now = sums_from_device(shards, store.means.fused)
+        now |= {index: tile_sums(grad, store.kernels) for index, grad in shards.items() if index not in now}
+        return all(torch.equal(sums.view(torch.int64), known[index].view(torch.int64)) for index, sums in now.items())
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
         """Return the step that began in backward; None if there is none, or its guess was wrong and is taken back.
@@ -388,7 +390,7 @@ class FinalGradients:
         store = self._store
         if not self.is_asked:
             return
-        self._drop_held()
+        self._held = _HeldBack()
         store.blocks.keep_gathered(False)
         if self._guess is not None:
             self.take_back()

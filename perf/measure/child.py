@@ -17,7 +17,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import strsignal
-from types import FrameType
 from typing import Any, Self
 
 SECONDS_TO_STOP = 20.0
@@ -111,7 +110,7 @@ class Child:
 
 def serve(channel: Connection) -> int:
     """Do the work that comes first through the channel; the exit code is 0 where nothing failed."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves through every `with`
     # torch's threads would otherwise spin while they wait. Beside another process on the same cores that can make
     # a step ten times slower, and they would take time from the optimizer's own threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -125,11 +124,6 @@ def serve(channel: Connection) -> int:
         channel.send(("failure", f"{type(error).__name__}: {error}"))
         return 1
     return 0
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leaves through every `with`, so that the swap is removed."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -95,11 +95,6 @@ def test_what_has_been_seen_of_the_norm_stops_a_guess(alone, eager, tmp_path):
         assert (stats.wrong_guesses, stats.updates_taken_back) == (1, 0)
 
 
-def change_gradient(engine, step):
-    for param in engine.module.parameters():
-        param.grad.mul_(0.5)
-
-
 def exchange_gradient(engine, step):
     for param in engine.module.parameters():
         param.grad = param.grad * 0.5
@@ -141,7 +136,8 @@ def add(engine, step):
 @pytest.mark.parametrize(
     "between",
     [
-        change_gradient,
+        lambda engine, _: [param.grad.mul_(0.5) for param in engine.module.parameters()],
+        lambda engine, _: torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1),
         change_rate,
         read,
         add,
