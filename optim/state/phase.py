@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import version_of
 from nvme_offload.offload.errors import StateError, check_may_follow
@@ -60,6 +61,8 @@ class StepInputs:
     """Parameters that their rule needs whole."""
     counts: Mapping[int, int] = field(default_factory=dict)
     """Updates that each parameter will have had, by index."""
+    shards: dict[int, DTensor] = field(default_factory=dict)
+    """Gradients of shards by parameter index: a change in place counts in these, and not in their local parts."""
 
 
 @dataclass
@@ -113,7 +116,7 @@ class StepRecord(Condition):
         """Parameters that are not wholly updated yet, by index, with the number of their subgroups that are not."""
         self.is_in_kernel = False
         """Whether a kernel works, or was cut off."""
-        self._versions = {index: _version(grad) for index, grad in inputs.grads.items()}
+        self._versions = {index: self._changes_of(index) for index in inputs.grads}
         self._checkpoint = checkpoint_text(split=split)
         if begun is not None:
             self._go_on_from(begun)
@@ -178,14 +181,16 @@ class StepRecord(Condition):
             if not self.left[run.param]:
                 del self.left[run.param]
                 self.inputs.grads.pop(run.param, None)
+                self.inputs.shards.pop(run.param, None)
                 if run.param in self.wanted:
                     self.wanted.remove(run.param)
 
     def keep_pending_only(self) -> None:
         """Drop gradients of all that is updated, before the rest is left to be done behind the step."""
         self.left = count_parts(self.pending)
-        for index in [index for index in self.inputs.grads if index not in self.left]:
-            del self.inputs.grads[index]
+        for grads in (self.inputs.grads, self.inputs.shards):
+            for index in [index for index in grads if index not in self.left]:
+                del grads[index]
 
     def take_on(self, index: int, grad: torch.Tensor, num_parts: int, slots: Sequence[SlotRecord]) -> None:
         """Add a parameter's gradient to a step that has begun in backward; `slots` may be updated now.
@@ -194,7 +199,7 @@ class StepRecord(Condition):
         itself.
         """
         self.inputs.grads[index] = grad
-        self._versions[index] = _version(grad)
+        self._versions[index] = self._changes_of(index)
         self.left[index] = num_parts
         self.order = [*self.order, *slots]
         self.pending.update(dict.fromkeys(slots))
@@ -235,9 +240,15 @@ class StepRecord(Condition):
 
     def check_grads(self, indices: Iterable[int]) -> None:
         """Raise StateError if a gradient of these parameters has changed since the step began."""
-        grads = self.inputs.grads
-        if any(_version(grads[index]) != self._versions[index] for index in indices if index in grads):
+        if any(self._changes_of(index) != self._versions[index] for index in indices if index in self.inputs.grads):
             raise self.gradients_changed()
+
+    def _changes_of(self, index: int) -> tuple[int, int]:
+        """Return what an in-place change of a gradient raises; on a tier, a later one in its place does so, too."""
+        grad, shard = self.inputs.grads[index], self.inputs.shards.get(index)
+        if isinstance(grad, PartitionStandIn):
+            return grad.partition.num_changes, 0
+        return version_of(grad), 0 if shard is None else version_of(shard)
 
     def gradients_changed(self) -> StateError:
         """Return the error for a gradient that is not what the step began with."""
@@ -251,11 +262,3 @@ class StepRecord(Condition):
 def count_parts(slots: Iterable[SlotRecord]) -> Counter[int]:
     """Return in how many of these subgroups each parameter has a part, by index."""
     return Counter(run.param for slot in slots for run in slot.subgroup.runs)
-
-
-def _version(grad: torch.Tensor) -> int:
-    """Return a gradient's version counter, which in-place changes after the step began have raised.
-
-    On a tier a gradient of a later backward takes the place of the one before: that is a change too.
-    """
-    return grad.partition.num_changes if isinstance(grad, PartitionStandIn) else version_of(grad)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import recorded
@@ -162,12 +163,13 @@ class Stepper:
         inside, behind = self._divided([slot for slot in store.slots_of(grads) if slot not in done], grads)
         counts = {index: store.table[index].steps + 1 for index in grads}
         captured = begun.inputs.grads if begun is not None else {}
+        shards = {index: grad for index in grads if isinstance(grad := store.table[index].leaf.grad, DTensor)}
         record = StepRecord(
             store.owner,
             StepPhase.RUNNING,
             number,
             [*inside, *done, *behind],
-            StepInputs({**rest, **captured}, scalars, self._whole_params(rest), counts),
+            StepInputs({**rest, **captured}, scalars, self._whole_params(rest), counts, shards),
             split=store.table.has_split_params,
             begun=begun,
         )
