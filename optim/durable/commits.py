@@ -232,9 +232,8 @@ class Commits:
         self._check_between_steps()
         with self.store.at_rest():
             if not self.settle():
-                raise StateError(
-                    "snapshot", "a step that lasts on every rank", f"a failure: {self.durable.latest.failure}"
-                )
+                found = f"one whose commit failed: {self.durable.latest.failure}"
+                raise StateError("snapshot", "a step that lasts on every rank", found)
             self.snapshots().take(name)
         step = self.durable.latest.step
         assert step is not None

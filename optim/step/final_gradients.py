@@ -13,6 +13,7 @@ from nvme_offload.offload._torch_private import base_of, local_tensor, num_backw
 from nvme_offload.offload.devices.device import HOST, Event, is_host, is_reached, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.optim.layout.flat import PartitionStandIn, flat_grad
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.condition import StepPhase
@@ -297,7 +298,7 @@ class FinalGradients:
         self._inbox.put(record.index, grad)
 
     @property
-    def sums(self) -> Mapping[int, torch.Tensor]:
+    def sums(self) -> dict[int, torch.Tensor]:
         """Return `Inbox.sums` of the step that has begun."""
         return self._inbox.sums if self._inbox is not None and self._begun is not None else {}
 
@@ -315,8 +316,7 @@ class FinalGradients:
             return
         self._held = _HeldBack()
         self._store.blocks.keep_gathered(False)
-        begun = self._begun
-        if begun is None:
+        if (begun := self._begun) is None:
             return
         leaves = self._store.table.leaves
         are_same = all(index in grads and _identity_of(leaves[index]) == it for index, it in self._found.items())
@@ -332,12 +332,15 @@ class FinalGradients:
             self.take_back()
 
     def _have_their_sums(self, grads: Mapping[int, torch.Tensor]) -> bool:
-        """Sum the squares of shards again: torch's clipping, `_foreach_mul_` of DTensors, changes no version."""
-        store, known = self._store, dict(self.sums)
-        shards = {index: grads[index] for index in known if isinstance(store.table.leaves[index].grad, DTensor)}
-        now = sums_from_device(shards, store.means.fused)
-        now |= {index: tile_sums(grad, store.kernels) for index, grad in shards.items() if index not in now}
-        return all(torch.equal(sums.view(torch.int64), known[index].view(torch.int64)) for index, sums in now.items())
+        """Sum squares of shards again, in host memory of a first tile: torch's clipping of DTensors has no version."""
+        store, known = self._store, {it: sums.view(torch.int64) for it, sums in dict(self.sums).items()}
+        asked = {it: grads[it] for it in grads if it not in known or isinstance(store.table[it].leaf.grad, DTensor)}
+        now = sums_from_device(asked, store.means.fused)
+        self.sums.update({it: sums for it, sums in now.items() if it not in known})  # so that the host waits once
+        for index in asked.keys() & known.keys() - now.keys():
+            if not isinstance(grad := asked[index], PartitionStandIn):
+                now[index] = tile_sums(grad[:TILE_NUMEL], store.kernels)
+        return all(torch.equal(now[it].view(torch.int64), known[it][: len(now[it])]) for it in now.keys() & known)
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
         """Return the step that began in backward; None if there is none, or its guess was wrong and is taken back.
@@ -373,8 +376,7 @@ class FinalGradients:
         """
         store, guess = self._store, self._guess
         with store.worker.kept_away():
-            begun = self._begun
-            if begun is None or guess is None:
+            if (begun := self._begun) is None or guess is None:
                 return
             self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
             store.worker.drop_job()
@@ -396,8 +398,7 @@ class FinalGradients:
             self.take_back()
             return
         with store.worker.kept_away():
-            begun = self._begun
-            if begun is None:
+            if (begun := self._begun) is None:
                 return
             store.worker.drop_job()
             if begun.done:
