@@ -334,7 +334,7 @@ class FinalGradients:
     def _have_their_sums(self, grads: Mapping[int, torch.Tensor]) -> bool:
         """Sum squares of shards again, in host memory of a first tile: torch's clipping of DTensors has no version."""
         store, known = self._store, {it: sums.view(torch.int64) for it, sums in dict(self.sums).items()}
-        asked = {it: grads[it] for it in grads if it not in known or isinstance(store.table[it].leaf.grad, DTensor)}
+        asked = {it: grad for it, grad in grads.items() if isinstance(store.table[it].leaf.grad, DTensor)}
         now = sums_from_device(asked, store.means.fused)
         self.sums.update({it: sums for it, sums in now.items() if it not in known})  # so that the host waits once
         for index in asked.keys() & known.keys() - now.keys():
