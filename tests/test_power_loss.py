@@ -200,8 +200,7 @@ def test_every_way_to_write_is_noted(tmp_path):
         shutil.rmtree(tmp_path / "there")
         os.truncate(tmp_path / "moved", 11)
         (tmp_path / "touched").touch()
-    history = recording.history()
-    *_, last = history.kills()
+    *_, last = recording.history().kills()
     restored = last.restore(tmp_path.with_name("restored"))
     assert (restored / "a" / "b" / "twin").read_bytes() == b"abcd!\nm1234"
     assert torch.equal(torch.load(restored / "tensor"), torch.arange(5000))

@@ -39,8 +39,7 @@ def is_device(device: torch.device | str) -> bool:
     kind = torch.device(device).type
     if kind == HOST.type:
         return False
-    module = getattr(torch, kind, None)
-    return all(hasattr(module, name) for name in _NEEDED)
+    return all(hasattr(getattr(torch, kind, None), name) for name in _NEEDED)
 
 
 def may_run_triton(device: torch.device) -> bool:

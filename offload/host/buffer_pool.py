@@ -67,8 +67,7 @@ class BufferPool:
     """Aligned staging buffers, at least one, of `buffer_bytes` each, rounded up to whole pages. Never grows."""
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
-        page = HostRegion(1).size_bytes
-        self.buffer_bytes = round_up(buffer_bytes, page)
+        self.buffer_bytes = round_up(buffer_bytes, HostRegion(1).size_bytes)
         self.num_buffers = num_buffers
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
         places = [

@@ -193,8 +193,7 @@ class _Export:
         """Write one file; ranks that do not write, or no longer, only take part in the gathering."""
         self.do(self._begin, shard)
         for name, tensor, dtype in shard.entries:
-            part = self._stored(name, tensor, dtype)
-            self.do(self._write_tensor, whole_of(part), dtype)
+            self.do(self._write_tensor, whole_of(self._stored(name, tensor, dtype)), dtype)
             advance(tensor.numel() * dtype.itemsize)
         self.do(self._complete, shard)
 

@@ -95,8 +95,7 @@ def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None
     """Set entries by parameter index and name. Where that stops after the first change, the state says so."""
     with body.at_rest():
         body.check(Need.STATE)
-        entries = prepare_entries(body, given)
-        write_entries(body, entries)
+        write_entries(body, prepare_entries(body, given))
         body.be_whole()
 
 

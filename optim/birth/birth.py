@@ -46,8 +46,7 @@ _PIECE_NUMEL = 64 * TILE_NUMEL
 
 def is_on_meta(model: nn.Module) -> bool:
     """Return whether a model has parameters, all of them without data."""
-    devices = {param.device.type for param in model.parameters()}
-    return devices == {"meta"}
+    return {param.device.type for param in model.parameters()} == {"meta"}
 
 
 class Birth:
@@ -93,8 +92,7 @@ class Birth:
                     padded = torch.zeros(padded_size, dtype=shard.dtype, device=record.device)
                     give_shard(record, padded.view(-1)[: shard.numel()].view(shard.shape), padded)
                     continue
-                form = Padded(padded_size, storage.dtype)
-                stored = self._unborn(form, record.device)
+                stored = self._unborn(Padded(padded_size, storage.dtype), record.device)
                 parts: ShardParts = OwnParts(shard, stored, owner, group, storage.accumulate, kernels)
                 if record.sharded_param.requires_grad:
                     parts = UnbornParts(owner, group, stored, storage.accumulate)

@@ -53,8 +53,7 @@ def weights_of(
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             with torch.no_grad():
-                part = on_every_rank(partial(_cast, name, tensor, dtypes[name]), group)
-                whole = whole_of(part)
+                whole = whole_of(on_every_rank(partial(_cast, name, tensor, dtypes[name]), group))
             yield name, whole
 
     return values()

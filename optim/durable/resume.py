@@ -17,7 +17,7 @@ from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.ranks.collective import this_rank
 from nvme_offload.optim.ranks.drives import Reach, misplaced
-from nvme_offload.optim.state.condition import Need
+from nvme_offload.optim.state.condition import LoadingState, Need
 from nvme_offload.optim.tiers.parts import drop_gathered
 
 Check = Callable[[Mapping[str, Any], int], None]
@@ -56,11 +56,14 @@ class Resumption:
         """Go on from the latest step that every rank has, or from the one before if that is damaged."""
         store = self._store
         with store.at_rest(), torch.no_grad():
-            if not (self._run.found or self._commits.step == 0):
-                raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
+            has_stopped = self._ranks.together(self._has_stopped)
             self._refuse_other_places()
             self._commits.snapshots().agree()
             found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
+            if has_stopped:
+                self._ranks.together(store.place_trainable)
+                self._commits.settle()
+                return self._take_up(self._common(lambda: self._run.committed))
             # Some rank has nothing yet, and the others have no more than the first commit of all.
             if not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found):
                 self._ranks.together(self._begin_anew)
@@ -75,10 +78,7 @@ class Resumption:
             kept = self._commits.snapshots().find(name)
             self._ranks.together(store.place_trainable)
             self._commits.settle()
-            candidates = self._common(lambda: [kept])
-            if not self._run.found:
-                store.begin_load()
-            return self._take_up(candidates)
+            return self._go_back(self._common(lambda: [kept]), begins_load=not self._run.found)
 
     def rewind(self, steps: int) -> Content:
         """Go back so many steps from the latest one that is committed; see `Durable.rewind`."""
@@ -89,8 +89,24 @@ class Resumption:
             self._commits.settle()
             wanted = self._common(partial(self._back, steps))[:1]
             self._check_whole(wanted[0])
+            return self._go_back(wanted)
+
+    def _has_stopped(self) -> bool:
+        """Return whether a load in this life of the run stopped halfway; StateError: there is nothing to resume."""
+        has_stopped = isinstance(self._store.condition, LoadingState) and not self._run.found
+        if not (has_stopped or self._run.found or self._commits.step == 0):
+            raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
+        return has_stopped
+
+    def _go_back(self, candidates: Sequence[Manifest], *, begins_load: bool = True) -> Content:
+        """Take up one of these steps in place of what there is; an error on the way says what leads on from it."""
+        if begins_load:
             self._store.begin_load()
-            return self._take_up(wanted)
+        try:
+            return self._take_up(candidates)
+        except Exception as error:
+            error.add_note(f"{self._store.condition.situation}. {self._store.condition.way_on}.")
+            raise
 
     def _back(self, steps: int) -> list[Manifest]:
         """Return what is committed of the step so many before the latest."""

@@ -92,5 +92,4 @@ class AdamW(TwoMoments):
     def update(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Any) -> None:
         """Update a run of elements in place, with the bits of the kernel; see `UpdateRule.update`."""
         exp_avg, exp_avg_sq = states
-        change = change_by_moments(grad, exp_avg, exp_avg_sq, scalars)
-        master.mul_(scalars.decay).sub_(change)
+        master.mul_(scalars.decay).sub_(change_by_moments(grad, exp_avg, exp_avg_sq, scalars))

@@ -100,14 +100,11 @@ class StateBody(ABC):
         self.condition = condition
         self.worker.job = job
 
-    def begin_load(self) -> None:
-        """Begin a load: the state is neither old nor new until `be_whole`."""
-        self.condition = LoadingState(self.owner, split=self.table.has_split_params)
-
     def note_half_written(self) -> None:
-        """Note, in a load or where entries are set, that something has changed."""
+        """Note, in a load or where entries are set, that the state is neither old nor new until `be_whole`."""
         if not isinstance(self.condition, LoadingState):
-            self.condition = LoadingState(self.owner, split=self.table.has_split_params)
+            is_durable = self.pipeline.seal is not None
+            self.condition = LoadingState(self.owner, split=self.table.has_split_params, is_durable=is_durable)
 
     def be_whole(self) -> None:
         """Note that all state and all parameters are of one step."""

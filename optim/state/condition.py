@@ -88,16 +88,17 @@ class LoadingState(Condition):
     """A load is under way, or was interrupted: part of the state is new and part is old."""
 
     lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
-    situation = "loading a state dict stopped halfway: part of the state is new and part is old"
+    situation = "a load stopped halfway: part of the state is new and part is old"
 
-    def __init__(self, owner: str, *, split: bool) -> None:
+    def __init__(self, owner: str, *, split: bool, is_durable: bool) -> None:
         super().__init__(owner)
         self._split = split
+        self._resume = "call resume() to go on from the latest committed step, or " if is_durable else ""
 
     @property
     def way_on(self) -> str:
         """Say in words what can be done about the situation."""
-        return f"It cannot be finished: {checkpoint_text(split=self._split)}"
+        return f"It cannot be finished: {self._resume}{checkpoint_text(split=self._split)}"
 
 
 class UnresumedRun(Condition):

@@ -131,8 +131,7 @@ class StepRecord(Condition):
     @property
     def lacks(self) -> frozenset[Need]:
         """Return all that nobody can have in this phase."""
-        phase = StepPhase.SPOILT if self.is_in_kernel else self.phase
-        return frozenset(_LACKS[phase])
+        return frozenset(_LACKS[StepPhase.SPOILT if self.is_in_kernel else self.phase])
 
     @property
     def done(self) -> int:

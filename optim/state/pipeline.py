@@ -75,7 +75,7 @@ class StepPipeline:
         seal: Seal | None = None,
     ) -> None:
         self._staging: Staging[SlotRecord] = Staging(KIND, tier, pool, checksum)
-        self._staging.sealer = self._seal = seal
+        self._staging.sealer = self.seal = seal
         self._give_birth = give_birth
         self._meter = meter
         self._reads_go_first = False
@@ -222,7 +222,7 @@ class StepPipeline:
 
     def release(self, slot: SlotRecord) -> None:
         """Let go of the acquired memory: a change is written behind, anything else stays as a clean copy."""
-        if self._seal is not None and self._seal.discards:
+        if self.seal is not None and self.seal.discards:
             self._forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
             if self._reads_go_first:
@@ -299,9 +299,9 @@ class StepPipeline:
 
     def _catch_up(self, slot: SlotRecord) -> None:
         """Apply the log. Where an exception cuts that short, the state is read again: it must not be done twice."""
-        assert self._seal is not None
+        assert self.seal is not None
         self.begin_change(slot)
-        self._seal.replay(slot)
+        self.seal.replay(slot)
         slot.become(Residency.STAGED)
 
     def _at_home(self, slot: SlotRecord, memory: Memory) -> Memory:

@@ -110,8 +110,7 @@ class ParamRecord:
 
     def view(self, run: Run) -> torch.Tensor:
         """Return a run of it inside the step, which holds the block of a parameter on a tier."""
-        whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
-        return run.part(whole)
+        return run.part(self.tiered.view() if self.tiered is not None else flat_view(self.param))
 
     def address(self, run: Run) -> int:
         """Return the address of `view`, without a tensor. The parameter is dense, in host memory."""

@@ -70,8 +70,7 @@ class SlotLogs:
 
     def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
         """Replay a chain that was read into any memory: all of its base, then each entry."""
-        steps = self.steps(subgroup, chain, memory)
-        runs = zip(subgroup.runs, steps, strict=True)
+        runs = zip(subgroup.runs, self.steps(subgroup, chain, memory), strict=True)
         self.kernels.update([self.segment(subgroup, memory, run, None, its, None) for run, its in runs])
 
     def segment(

@@ -75,8 +75,7 @@ class MeshRoles:
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh for ZeRO stage 0: one whose ranks each have the whole model; ConfigError if there is none."""
-    roles = MeshRoles.of(mesh)
-    num_ranks = roles.data_parallel.size(-1)
+    num_ranks = MeshRoles.of(mesh).data_parallel.size(-1)
     if num_ranks == 1:
         return mesh
     if mesh.ndim == 1 and mesh.size() == dist.get_world_size():

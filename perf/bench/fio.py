@@ -91,8 +91,7 @@ def bandwidth(report: dict[str, Any]) -> float:
 
     fio gives runtimes in whole milliseconds, rounded up: on average it took half of one less.
     """
-    job = report["jobs"][0]
-    directions = [job[name] for name in ("read", "write")]
+    directions = [report["jobs"][0][name] for name in ("read", "write")]
     runtime_ms = max(direction["runtime"] for direction in directions)
     if not runtime_ms:
         raise FioError("fio moved nothing; give --size more")

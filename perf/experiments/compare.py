@@ -61,8 +61,7 @@ def compare(
 
 def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Seen]:
     """Find out about ours and each of the others; the run in memory goes first."""
-    numel = parse_size(order.size).num_parameters
-    ours = Seen(OURS, numel)
+    ours = Seen(OURS, parse_size(order.size).num_parameters)
     yield ours
     for other in others:
         own, found = _beside_ours(other, order, folder, quads)

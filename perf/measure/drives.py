@@ -63,8 +63,7 @@ def _read_drive(directory: Path) -> Drive:
 def _members(directory: Path) -> Iterator[str]:
     slaves = directory / "slaves"
     for slave in sorted(slaves.iterdir()) if slaves.is_dir() else ():
-        below = list(_members(slave.resolve()))
-        yield from below or [slave.name]
+        yield from list(_members(slave.resolve())) or [slave.name]
 
 
 def drive_of(path: Path) -> Drive | None:

@@ -160,8 +160,7 @@ class ByteGPT(nn.Module):
         cos, sin = self.cos.to(self.arithmetic), self.sin.to(self.arithmetic)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
 def load_corpus(root: Path | None = None) -> bytes:

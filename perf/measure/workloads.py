@@ -157,8 +157,7 @@ class RawTarget(AbstractContextManager["RawTarget"]):
         return part
 
     def _start(self, op: Op, part: tuple[int, int], slot: _Slot) -> Operation:
-        segments = self._extent.segments(slot.buffer.address, *part)
-        operation = self.engine.engine.submit(op, segments)
+        operation = self.engine.engine.submit(op, self._extent.segments(slot.buffer.address, *part))
         assert operation is not None  # fewer slots than max_operations
         slot.part, slot.operation, slot.op = part, operation, op
         return operation

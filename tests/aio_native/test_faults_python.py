@@ -98,8 +98,7 @@ def test_a_failed_operation_waits_for_what_is_in_flight_and_issues_nothing_more(
 
 @given(st.integers(0, 2**32), st.integers(1, 10**6))
 def test_an_injected_short_transfer_is_legal_for_direct_io(seed, size_bytes):
-    injector = FaultInjector(FaultSpec(seed=seed, short=1.0), 256)
-    asked = injector.ask(size_bytes)
+    asked = FaultInjector(FaultSpec(seed=seed, short=1.0), 256).ask(size_bytes)
     assert 0 < asked <= size_bytes
     assert asked == size_bytes or asked % 256 == 0
     assert asked < size_bytes or size_bytes <= 256

@@ -29,8 +29,7 @@ def page(name):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_an_entry_leads_to_its_engine(name):
-    engine = getattr(import_module(REGISTRY[name].module), REGISTRY[name].class_name)
-    assert engine.name == name
+    assert getattr(import_module(REGISTRY[name].module), REGISTRY[name].class_name).name == name
 
 
 def test_every_python_engine_has_an_entry():

@@ -233,8 +233,7 @@ def test_fine_tuning_of_a_hugging_face_model(alone, tmp_path):
     before = engine.module.model.embed_tokens.weight.full_tensor().clone()
     for _ in range(2):
         engine.train()
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     assert engine.module.config.model_type == "llama"
     assert torch.equal(engine.module.model.embed_tokens.weight.full_tensor(), before)

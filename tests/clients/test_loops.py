@@ -72,8 +72,7 @@ def in_lightning(make, folder, beside):
     }[beside]
     if beside != "resumed":
         return fit(EPOCHS)
-    half = fit(EPOCHS // 2)
-    return [half, fit(EPOCHS, folder / "end.ckpt")]
+    return [fit(EPOCHS // 2), fit(EPOCHS, folder / "end.ckpt")]
 
 
 def in_ignite(make, folder):

@@ -168,8 +168,7 @@ def test_it_stays_with_torch_on_any_number_of_ranks(world_size, tmp_path):
 @STRIKES
 @strided(131)
 def test_a_step_that_was_cut_off_is_finished_repeated_or_refused(drive, strike, stride):
-    shapes = SHAPES[:2]
-    runs = [params_of(shapes, torch.bfloat16, torch.float32) for _ in range(2)]
+    runs = [params_of(SHAPES[:2], torch.bfloat16, torch.float32) for _ in range(2)]
     with (
         OffloadMuon(runs[0], **SETTINGS, ns_steps=1, offload=section(drive, buffers=2)) as nvme,
         OffloadMuon(runs[1], **SETTINGS, ns_steps=1, offload=section()) as memory,

@@ -78,8 +78,7 @@ def test_a_group_may_be_added_while_a_step_is_hidden(tmp_path, overlap):
     with initialize(model, section(tmp_path, overlap_step=overlap, bf16={"enabled": True})) as engine:
         for step in range(4):
             inputs = torch.randn(2, 64, generator=torch.Generator().manual_seed(step))
-            loss = (engine(inputs).float() * (late if step > 1 else 1)).square().mean()
-            engine.backward(loss)
+            engine.backward((engine(inputs).float() * (late if step > 1 else 1)).square().mean())
             engine.step()
             if step == 1:
                 engine.optimizer.add_param_group({"params": [late], "lr": 0.1})

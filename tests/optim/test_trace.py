@@ -37,8 +37,7 @@ def assert_nested(events):
 
 def test_the_trace_event_format(tmp_path):
     write_trace(SPANS, tmp_path / "trace.json")
-    document = json.loads((tmp_path / "trace.json").read_text())
-    events = document["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert list(names.values()) == ["training", "updates", "drive reads", "drive reads", "drive writes"]
     spans = [event for event in events if event["ph"] == "X"]

@@ -192,8 +192,7 @@ def test_what_is_changed_before_and_after_it_is_saved_is_saved_as_it_was(tmp_pat
         loss.backward()
         del first
 
-    stats = assert_same_gradients(Layers, body, section(tmp_path))
-    assert stats.num_kept == 0
+    assert assert_same_gradients(Layers, body, section(tmp_path)).num_kept == 0
 
 
 def test_views_of_one_storage_are_kept_once(tmp_path):
@@ -203,8 +202,7 @@ def test_views_of_one_storage_are_kept_once(tmp_path):
         expected = [view.clone() for view in (whole, whole.t(), whole[10:90], whole.view(-1)[::2])]
         del whole
         [swapper.keep(torch.randn(ROWS, WIDTH)) for _ in range(10)]
-        stats = swapper.stats()
-        assert stats.saved_bytes == 11 * ROWS * WIDTH * 4
+        assert swapper.stats().saved_bytes == 11 * ROWS * WIDTH * 4
         for handle, value in zip(handles, expected, strict=True):
             taken = handle.take()
             assert torch.equal(taken, value)

@@ -20,8 +20,7 @@ from tests.support.power_loss import Recording
 
 @pytest.fixture(params=[1, 2], ids=["one path", "two paths"])
 def paths(request, in_memory):
-    folder = in_memory / "drives"
-    made = [folder / name for name in "ab"[: request.param]]
+    made = [in_memory / "drives" / name for name in "ab"[: request.param]]
     for path in made:
         path.mkdir(parents=True)
     return made

@@ -40,8 +40,7 @@ def staging(request, tmp_path):
     tier = NvmeTier(
         OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": section}, "aio": {"engine": request.param}})
     )
-    pool = BufferPool(2, SIZE)
-    machine = Staging("numbers", tier, pool)
+    machine = Staging("numbers", tier, BufferPool(2, SIZE))
     yield machine
     tier.close()
     machine.close()

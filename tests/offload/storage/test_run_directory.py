@@ -81,8 +81,7 @@ def test_the_killed_is_removed_and_the_living_stays(tmp_path):
 
 
 def test_remove_leftovers_says_how_much_it_freed(tmp_path):
-    killed = Run(tmp_path)
-    killed.kill()
+    Run(tmp_path).kill()
     assert remove_leftovers(tmp_path) >= 1 << 20
     assert remove_leftovers(tmp_path) == 0
 

@@ -77,8 +77,7 @@ def test_units_of_about_the_same_saving_are_spread_together():
 
 def test_it_prints_a_table():
     units = [Unit("staging buffers", "staging buffers", 2**30, tiers=("host",)), state(0, 2**30), state(1, 2**30)]
-    plan = plan_tiers(units, {"host": 2**31})
-    lines = str(plan).splitlines()
+    lines = str(plan_tiers(units, {"host": 2**31})).splitlines()
     assert lines[0].split() == ["tier", "what", "units", "bytes", "read/step", "written/step"]
     assert lines[1].split() == ["host", "staging", "buffers", "1", "1", "GiB", "-", "-"]
     assert lines[3].split() == ["host", "together", "2", "GiB", "of", "2", "GiB"]

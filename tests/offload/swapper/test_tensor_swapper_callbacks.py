@@ -98,8 +98,7 @@ def test_who_is_told_may_call_the_swapper_while_another_thread_holds_what_he_wan
 
 def test_what_a_callback_raises_is_logged_and_stops_nothing(swapper, caplog):
     with caplog.at_level(logging.ERROR):
-        transfer = swapper.swap_out("x", torch.ones(10))
-        transfer.on_done(Mock(side_effect=KeyError("mine")))
+        swapper.swap_out("x", torch.ones(10)).on_done(Mock(side_effect=KeyError("mine")))
         swapper.synchronize()
         assert swapper.swap_in("x").wait(PATIENCE).sum() == 10
         swapper.close()  # which ends the thread that calls and logs

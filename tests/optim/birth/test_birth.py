@@ -305,8 +305,7 @@ def test_llama_from_its_own_initialisers_and_from_saved_folders(alone, tmp_path,
     ):
         for mode in modes:
             torch.manual_seed(5)
-            found = trained_llama(on_meta(llama(tied)), mode, weights=weights)
-            assert_same(found, expected[mode])
+            assert_same(trained_llama(on_meta(llama(tied)), mode, weights=weights), expected[mode])
 
 
 def trained_llama(model, mode, **options):

@@ -262,8 +262,7 @@ def test_the_save_of_two_ranks(in_memory, undurable):
     """Both write into one folder; one history is made of what each of them recorded."""
     root = in_memory / "root"
     root.mkdir()
-    recordings = run_ranks(save_and_record, 2, root)
-    history = History.merged(root, recordings)
+    history = History.merged(root, run_ranks(save_and_record, 2, root))
     assert {"__0_0.distcp", "__1_0.distcp"} <= {os.path.basename(sync.what) for sync in history.syncs}
     before, after = (files.read_manifest(root / tag) for tag in ("old", "new"))
     assert before != after

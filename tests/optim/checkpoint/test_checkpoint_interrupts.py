@@ -96,7 +96,7 @@ def test_after_a_load_it_is_the_run_before_or_the_one_loaded_or_refuses_to_step(
         struck(interrupt, lambda: engine.load_checkpoint(root, "good"))
         check_buffers(engine, interrupt.place)
         if engine.optimizer.has_unfinished_step:
-            with pytest.raises(StateError, match="loading a state dict stopped halfway"):
+            with pytest.raises(StateError, match="a load stopped halfway"):
                 state_of(engine)
             engine.backward(engine(torch.zeros(1, 1, dtype=torch.int64)).sum())
             with pytest.raises(StateError, match="load a checkpoint"):

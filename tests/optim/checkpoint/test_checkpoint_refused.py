@@ -186,7 +186,7 @@ def test_code_in_place_of_a_tensor_does_not_run(engine, saved, tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         engine.load_checkpoint(saved.parent)
     assert not marker.exists()
-    with pytest.raises(StateError, match="loading a state dict stopped halfway"):
+    with pytest.raises(StateError, match="a load stopped halfway"):
         engine.save_checkpoint(tmp_path, "broken")
     engine.load_checkpoint(good.parent)
     engine.save_checkpoint(tmp_path, "whole")

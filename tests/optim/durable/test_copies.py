@@ -159,8 +159,7 @@ def test_a_drive_fails_where_a_step_is_committed(drive, other, monkeypatch, copy
             if what == "a sync":
                 fail_to_sync(file.fd, patch)
             elif what == "a manifest":
-                broken = optimizer.store.durability.run._files._manifests[copy]
-                patch.setattr(broken, "write", fail)
+                patch.setattr(optimizer.store.durability.run._files._manifests[copy], "write", fail)
             else:
                 file.path.write_bytes(b"")
             train(optimizer, [2])

@@ -3,7 +3,7 @@
 import errno
 import resource
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -60,6 +60,10 @@ def test_a_loaded_checkpoint_is_committed_and_a_step_back_is_taken_with_all_of_i
         with pytest.raises(StateError, match="a run that was resumed"):
             steps_of(engine, 0, [0])
         engine.zero_grad()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))
+        with pytest.raises(SwapIOError, match="EFBIG"):
+            engine.load_checkpoint(tmp_path / "saved")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         assert engine.resume() == (3, {"at": 3})
         assert_goes_on_to(engine, "fp16", drive, 3, 4)
 
@@ -162,3 +166,31 @@ def _stop_behind_the_first_step(rank, world_size, path):
 
 def test_a_rank_whose_updates_stop_before_the_first_commit_keeps_no_other_waiting(drive):
     run_ranks(_stop_behind_the_first_step, 2, drive)
+
+
+def _rewind_on_a_full_drive(rank, world_size, path, starts_again):
+    last = 4 if world_size == 1 else 3  # the other one has destroyed what is newer
+    with ExitStack() as life:
+        engine = life.enter_context(durable("bf16", path, "run"))
+        steps_of(engine, rank, range(4))
+        settle(engine)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if rank == world_size - 1 else -1, -1))
+        with pytest.raises((SwapIOError, StateError)) as caught:
+            engine.rewind()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        assert "call resume() to go on from the latest committed step, or load" in caught.value.__notes__[-1]
+        with pytest.raises(StateError, match=r"a load stopped halfway: .* call resume\(\)"):
+            engine.commit()
+        if starts_again:
+            life.close()
+            engine = life.enter_context(durable("bf16", path, "run"))
+        assert engine.resume() == (last, {})
+        assert_goes_on_to(engine, "bf16", path, last, 6, rank=rank)
+        assert engine.rewind() == (5, {})
+        assert_goes_on_to(engine, "bf16", path, 5, 6, rank=rank)
+
+
+@pytest.mark.parametrize("starts_again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_another(drive, world_size, starts_again):
+    run_ranks(_rewind_on_a_full_drive, world_size, drive, starts_again)

@@ -150,15 +150,13 @@ def train_all_until_killed(rank, world_size, path, mode, tiers):
 def resume_all(rank, world_size, path, mode, tiers):
     with engine_without_frozen_parameters(mode, path, "run", tiers) as engine:
         assert engine.resume() == (4, {"rank": rank})
-        before = whole(engine)
-        return before, (steps_of(engine, rank, [4]), whole(engine))
+        return whole(engine), (steps_of(engine, rank, [4]), whole(engine))
 
 
 def load_all(rank, world_size, path, saved, mode, tiers):
     with engine_without_frozen_parameters(mode, path, None, tiers) as engine:
         assert engine.load_checkpoint(saved) == (str(saved / "global_step4"), {"rank": 0})
-        before = whole(engine)
-        return before, (steps_of(engine, rank, [4]), whole(engine))
+        return whole(engine), (steps_of(engine, rank, [4]), whole(engine))
 
 
 QUICK = [(2, 1, "bf16", "state, logged")]

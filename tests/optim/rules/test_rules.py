@@ -95,8 +95,7 @@ def test_without_bias_correction_it_is_torchs_at_a_step_without_any(name, drive)
     ],
 )
 def test_nvme_memory_and_the_twin_agree_bit_for_bit(case, grad_dtype, drive):
-    shapes = [shape for shape in SHAPES for _ in DTYPES]
-    runs = [params_of(shapes, *DTYPES) for _ in range(3)]
+    runs = [params_of([shape for shape in SHAPES for _ in DTYPES], *DTYPES) for _ in range(3)]
     twin = case.twin(runs[2], clip=1.0)
     settings = [section(drive, buffers=2, clip=1.0), section(None, clip=1.0)]
     with case.make(runs[0], settings[0]) as nvme, case.make(runs[1], settings[1]) as memory:

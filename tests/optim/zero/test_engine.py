@@ -39,8 +39,7 @@ def every_stage(rank, world_size, path):
         with initialize(fresh_model(), section(stage, nvme, **BF16, gradient_clipping=0.0)) as engine:
             figures = trained(engine, rank)
             kept = sum(param.to_local().numel() for param in engine.parameters())
-            state = full_state(engine.module, engine.optimizer)
-            results.append((*figures, state, kept))
+            results.append((*figures, full_state(engine.module, engine.optimizer), kept))
             if not results[1:]:
                 engine.save_checkpoint(path / "saved")
     in_fp32 = []

@@ -34,8 +34,7 @@ def run(model, mesh, dp_rank, config, beside=False):
     """Losses, norms, state at the end, and the norm of the last step's gradients by another way where it is asked."""
     with initialize(model, config, mesh=mesh) as engine:
         losses, norms = train(engine, dp_rank, STEPS)
-        state = named_state(engine)
-        return losses, norms, state, norm_beside(engine, dp_rank) if beside else None
+        return losses, norms, named_state(engine), norm_beside(engine, dp_rank) if beside else None
 
 
 def norm_beside(engine, dp_rank):
@@ -180,8 +179,7 @@ def found_inf_of_one_rank(rank):
         optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.tensor([float(rank == 2)])
         with warnings.catch_warnings(action="error", category=FutureWarning):
             optimizer.step()
-        same = holds(full_state(model, optimizer), before)
-        return optimizer.stats().skipped_steps, same
+        return optimizer.stats().skipped_steps, holds(full_state(model, optimizer), before)
 
 
 def scalers(rank):

@@ -366,8 +366,7 @@ class TestDrives:
         [("sda", Level.WARNING), ("vda", Level.NOTE), ("loop0", Level.NOTE), ("zram0", Level.WARNING)],
     )
     def test_drives_that_are_not_nvme(self, sys_tree, name, level):
-        disk = sys_tree("8:0", name, rotational=1)
-        finding = next(drive.check_drive(disk))
+        finding = next(drive.check_drive(sys_tree("8:0", name, rotational=1)))
         assert finding.level is level
         assert name != "vda" or finding.remedy.endswith("offload bench --path PATH")
 

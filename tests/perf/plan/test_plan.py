@@ -471,8 +471,7 @@ def test_bad_values_are_told_in_words(arguments, words):
 
 def test_the_page_has_every_option():
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    options = load("plan").params
-    names = {(option.secondary_opts or option.opts)[0] for option in options}
+    names = {(option.secondary_opts or option.opts)[0] for option in load("plan").params}
     assert {"--params", "--no-checkpointing"} <= names
     assert not [name for name in sorted(names) if f"`{name}`" not in page]
 

@@ -163,7 +163,7 @@ class OptimizerSubject(Subject):
         _, error = self.struck(strike, lambda: entry.__setitem__(name, value))
         if self.optimizer.has_unfinished_step:
             assert error is not None
-            self._refuses(self.optimizer.step, "loading a state dict stopped halfway")
+            self._refuses(self.optimizer.step, "a load stopped halfway")
             self.load(self.position, None)
 
     def do_load(self, draw: random.Random, strike: Strike | None) -> None:
@@ -278,7 +278,7 @@ class OptimizerSubject(Subject):
         _, error = self.struck(strike, lambda: self.optimizer.load_state_dict(given))
         while error is not None:
             if self.optimizer.has_unfinished_step:
-                self._refuses(self.optimizer.step, "loading a state dict stopped halfway")
+                self._refuses(self.optimizer.step, "a load stopped halfway")
             self.patience -= 1
             self.drive.well = self.drive.well or self.patience <= 0
             assert self.patience > -8, f"the drive is well: {error!r}"
