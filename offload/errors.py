@@ -141,8 +141,7 @@ class SwapIOError(OSError):
         return f"{what}: {name}, {self.strerror}; {self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = {name: getattr(self, name) for name in self._arguments}
-        return partial(type(self), **arguments), (), self.__dict__
+        return partial(type(self), **{name: getattr(self, name) for name in self._arguments}), (), self.__dict__
 
 
 class EngineLostError(SwapIOError):

@@ -192,8 +192,7 @@ class CopyQueue:
         assert target.dtype is source.dtype
         target.copy_(source, non_blocking=True)
         if not kept:
-            on_device = source if is_host(target.device) else target
-            on_device.record_stream(self._stream)
+            (source if is_host(target.device) else target).record_stream(self._stream)
 
     def computing(self) -> AbstractContextManager[object]:
         """Have operators of this thread run among the copies, in the order in which both are queued."""

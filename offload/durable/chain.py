@@ -174,8 +174,7 @@ class ChainRows:
         self._bases, self._entries = self._bases[:0], self._entries[:0]
         self.grow(num_slots, longest_log)
         self._bases[:] = tables[BASES]
-        entries = self._entries_of(tables)
-        for slot, of_slot in _by_slot(entries).items():
+        for slot, of_slot in _by_slot(self._entries_of(tables)).items():
             self._entries[slot, : len(of_slot)] = of_slot
 
     def writes_of(self, tables: Mapping[str, np.ndarray]) -> list[tuple[int, Stripes, WriteId]]:

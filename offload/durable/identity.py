@@ -61,8 +61,7 @@ def _walk(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     if _is_list(before) and _is_list(now) and len(before) == len(now):
         found = [_walk(*pair, f"{where}[{place}]") for place, pair in enumerate(zip(before, now, strict=True))]
         return [line for lines in found for line in lines]
-    equal = canonical({"": before}) == canonical({"": now})
-    return [] if equal else [(where, before, now)]
+    return [] if canonical({"": before}) == canonical({"": now}) else [(where, before, now)]
 
 
 def _is_list(value: Any) -> bool:

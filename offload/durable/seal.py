@@ -124,5 +124,4 @@ def check_sums(expected: torch.Tensor, actual: torch.Tensor, *, path: str, what:
 
 
 def _root(trailer: torch.Tensor) -> int:
-    digest = hashlib.blake2b(trailer.numpy().data, digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(trailer.numpy().data, digest_size=8).digest(), "little", signed=True)

@@ -103,5 +103,4 @@ def auto_host_budget() -> int:
 
 def auto_budget(available: int, num_ranks: int) -> int:
     """Return the share of one of `num_ranks` ranks on a host with `available` bytes, less the reserve."""
-    reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))
-    return max(0, available - reserve) // num_ranks
+    return max(0, available - max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))) // num_ranks

@@ -12,6 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import CheckpointError
+from nvme_offload.offload.weights.reader import SafetensorsReader
+from nvme_offload.optim.access.full_values import set_full_param
 from nvme_offload.optim.adapters.figures import missing
 from nvme_offload.optim.zero.engine import OffloadEngine
 
@@ -38,7 +41,7 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     Raises:
         ConfigError: the section says something else than `args`.
-        ValueError: the section has a schedule, or one process has several devices.
+        ValueError: the section has a schedule, one process has several devices, or `args` converts for evaluation.
     """
 
     def __init__(self, engine: OffloadEngine, args: TrainingArguments, **given: Any) -> None:
@@ -47,6 +50,10 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             raise ValueError("OffloadTrainer: the schedule is Trainer's; leave scheduler out of the section")
         if args.n_gpu > 1:
             raise ValueError(f"OffloadTrainer: this process has {args.n_gpu} devices; start one for each, by torchrun")
+        if args.bf16_full_eval or args.fp16_full_eval:
+            raise ValueError(
+                "OffloadTrainer: it evaluates in the section's precision; leave out bf16_ and fp16_full_eval"
+            )
         self.engine = engine
         self._micro_batches: list[Any] = []
         self._losses: list[torch.Tensor] = []
@@ -101,7 +108,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         folder = Path(output_dir or str(self.args.output_dir))
         self.engine.export_safetensors(folder, "own")
         if self.args.should_save:
-            for part in (getattr(self.model, "config", None), self.processing_class):
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            for part in (*(getattr(self.model, name, None) for name in ("config", "generation_config")), tokenizer):
                 if part is not None:
                     part.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
@@ -111,7 +119,13 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            _, schedule = self.engine.load_checkpoint(Path(checkpoint, "engine"))
+            found, schedule = self.engine.load_checkpoint(Path(checkpoint, "engine"))
+            if found is None:
+                raise CheckpointError(
+                    checkpoint,
+                    "has weights and no engine's checkpoint: another Trainer saved it, or "
+                    "save_only_model was set; make the model with from_pretrained from there, and train it anew",
+                )
             self._schedule.load_state_dict(schedule or {})
 
     @property
@@ -123,7 +137,16 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Load nothing yet: weights come with their state."""
 
     def _load_best_model(self) -> None:
-        self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
+        best = str(self.state.best_model_checkpoint)
+        if not self.args.save_only_model:
+            self._load_optimizer_and_scheduler(best)
+            return
+        with SafetensorsReader(best) as weights:
+            for name, param in self.engine.named_parameters():
+                set_full_param(param, weights.read(name).view(param.shape))
+            for name, buffer in self.engine.module.named_buffers():
+                if name in weights.tensors:
+                    buffer.copy_(weights.read(name).view(buffer.shape))
 
 
 class _Steps(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]

@@ -62,8 +62,7 @@ class BirthPlan:
         for name, buffer in model.named_buffers(remove_duplicate=False):
             place = _place_of(model, name)
             if place not in self._buffer_at:
-                new = NewTensor(buffer.shape, buffer.dtype, persistent=name in persistent)
-                self.buffers.append(new)
+                self.buffers.append(NewTensor(buffer.shape, buffer.dtype, persistent=name in persistent))
             self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
 
     def param_at(self, module: nn.Module, attribute: str) -> NewTensor:

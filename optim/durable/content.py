@@ -112,8 +112,7 @@ def _check(value: Any, place: str) -> None:
     Plain values are known by their type, which costs next to nothing; anything else is tried.
     """
     if type(value) in (dict, list, tuple):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in pairs:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _check(key, f"{place}: the key {key!r}")
             _check(inner, f"{place}[{key!r}]")
         return

@@ -146,8 +146,7 @@ class Resumption:
 
     def _refuse_other_places(self) -> None:
         """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
-        reaches = self._ranks.gather(self._ranks.together(partial(Reach.of, self._store.config)))
-        if said := misplaced(reaches):
+        if said := misplaced(self._ranks.gather(self._ranks.together(partial(Reach.of, self._store.config)))):
             raise ResumeError(self._run.folder, f"cannot be resumed: {said}. Nothing of it has changed")
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:

@@ -142,8 +142,7 @@ class DurableState(Durability):
             self.run.extents.take_back_write(slot.index)
             self.seal.find(slot, pipeline)
         for position, slot in enumerate(slots):
-            memory = pipeline.acquire(slots, position, for_change=False, replay=False)
-            self.seal.bring_back(slot, memory)
+            self.seal.bring_back(slot, pipeline.acquire(slots, position, for_change=False, replay=False))
         table = self._ground.table
         increment_version([table[run.param].leaf for slot in slots for run in slot.subgroup.runs])
 

@@ -39,8 +39,7 @@ def keys(origin: Origin, step: float) -> tuple[int, int]:
 def store_rounded(state: torch.Tensor, values: torch.Tensor, words: torch.Tensor, number: int) -> None:
     """Put fp32 values into a bf16 state, which is the first of its rule (`number` 0), the second, and so on."""
     dither = (words >> 16 * (number % 2) & 0xFFFF).int()
-    bits = values.masked_fill(values.isnan(), math.nan).view(torch.int32)
-    state.view(torch.int16).copy_(bits + dither >> 16)
+    state.view(torch.int16).copy_(values.masked_fill(values.isnan(), math.nan).view(torch.int32) + dither >> 16)
 
 
 Bits = TypeVar("Bits", int, torch.Tensor)

@@ -392,9 +392,8 @@ class Stepper:
         following = forward_order(record.order, store.uses.ranks) if self.final.is_asked else list(record.order)
         first = first_of_next(following, begins_in_backward=self.final.begins_with(following))
         schedule = Behind(following, began_in_backward=bool(record.done))
-        job = StepJob(store, self._meter, record, schedule, first=first)
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.
-        store.worker.take_on(job)
+        store.worker.take_on(StepJob(store, self._meter, record, schedule, first=first))
         self._meter.count_step(record.number)
         record.become(StepPhase.BEHIND)
         store.worker.wake()

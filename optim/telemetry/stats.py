@@ -310,8 +310,7 @@ class Meter:
             return
         began, earlier = before
         now = time.monotonic_ns()
-        for_blocks = moved.wait_seconds - earlier.wait_seconds
-        waits["drive"] = waits.get("drive", 0.0) + for_blocks
+        waits["drive"] = waits.get("drive", 0.0) + (moved.wait_seconds - earlier.wait_seconds)
         seconds = (now - began) / 1e9
         bytes_moved = moved.bytes_moved - earlier.bytes_moved
         self.iteration = IterationStats(

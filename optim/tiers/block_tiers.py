@@ -85,8 +85,7 @@ class BlockTiers:
         """The units of blocks that have a place, by kind."""
 
     def _param_tier(self, tier: StorageTier) -> ParamTier:
-        section = self._config.zero_optimization.offload_param
-        return ParamTier(section, tier, self._checksum, self._locks)
+        return ParamTier(self._config.zero_optimization.offload_param, tier, self._checksum, self._locks)
 
     def _grad_tier(self, tier: StorageTier) -> GradTier:
         section, tile_sums = self._config.offload_gradients, self._kernels.tile_sq_sums

@@ -86,8 +86,7 @@ def bytes_of_steps(
             batches = torch.randn(count, tokens, width)
             lasts = {"durable": unused_name(), "rewrite_every": rewrite_every} if rewrite_every else {}
             config = section(path, state={**state, **lasts}, params=2, grads=2, micro_batch_order=each, **more)
-            asked = OffloadConfig.of(config)
-            yield measured(f"{each}, {count}", asked, layers, width, batches, steps)
+            yield measured(f"{each}, {count}", OffloadConfig.of(config), layers, width, batches, steps)
 
     title = "Bytes per parameter and step by the order of micro-batches, everything on NVMe"
     with runs_removed(path):

@@ -43,8 +43,7 @@ class ModelSize:
     @property
     def sub_group_size(self) -> int:
         """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
-        blocks = -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL))
-        return blocks * TILE_NUMEL
+        return -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL)) * TILE_NUMEL
 
     @property
     def swap_bytes(self) -> int:

@@ -36,8 +36,7 @@ def test_a_signal_handler_may_submit_at_any_moment():
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
         deadline = time.monotonic() + 0.2
         while time.monotonic() < deadline:
-            small = engine.submit(Op.WRITE, [SEGMENT._replace(size_bytes=1)])
-            assert small is not None
+            assert engine.submit(Op.WRITE, [SEGMENT._replace(size_bytes=1)]) is not None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous)

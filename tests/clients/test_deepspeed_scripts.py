@@ -222,10 +222,9 @@ def test_fine_tuning_of_a_hugging_face_model(alone, tmp_path):
     model = llama()
     model.model.embed_tokens.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    config = section(tmp_path, bf16={"enabled": True})
     engine, _, _, _ = deepspeed.initialize(
         model=model,
-        config=config,
+        config=section(tmp_path, bf16={"enabled": True}),
         model_parameters=trained,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
     )
@@ -319,15 +318,13 @@ def test_what_is_not_done_is_refused_by_name(alone, tmp_path):
 def test_a_change_after_an_evaluation_is_in_what_is_saved(alone, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[0].weight.requires_grad_(False)
-    config = section(tmp_path, stage=2, adamw={"lr": 1e-3})
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=section(tmp_path, stage=2, adamw={"lr": 1e-3}))
     with torch.no_grad():
         engine(torch.ones(2, 4))  # which leaves gathered copies, at stages below 3
     expected = engine.module[0].weight.full_tensor() + 1
     engine.module[0].weight.data += 1
     assert engine.save_16bit_model(tmp_path / "weights")
-    saved = load_file(tmp_path / "weights" / "model.safetensors")["0.weight"]
-    assert torch.equal(saved, expected.bfloat16())
+    assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["0.weight"], expected.bfloat16())
     with pytest.warns(RuntimeWarning, match=r"has the shards of this rank.*save_16bit_model"):
         engine.module.state_dict()
     engine.destroy()

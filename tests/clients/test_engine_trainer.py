@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, initialize
+from nvme_offload import CheckpointError, ConfigError, OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.adapters import OffloadTrainer, OffloadTrainerCallback
 from tests.clients.test_trainers import METHODS, tokenizer
 from tests.support.accelerated import forget, sharding_on_cpu
@@ -153,6 +153,31 @@ def test_it_saves_and_resumes(tmp_path):
     assert_same(dict(found.named_parameters()), {name: value.bfloat16() for name, value in ends[1][1].items()})
 
 
+def test_of_saved_weights_alone_the_best_are_loaded_and_none_are_resumed(tmp_path):
+    """The best is the one of the greatest loss, which is not the last; the optimizer's state of it is nowhere."""
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "learning_rate": 0.5,
+    }
+    args = arguments(
+        tmp_path / "out", save_only_model=True, load_best_model_at_end=True, greater_is_better=True, **saving
+    )
+    made = model()
+    made.generation_config.max_new_tokens = 7
+    with engine_of(tmp_path, args, made=made) as engine:
+        trainer = OffloadTrainer(engine, args, train_dataset=data(), eval_dataset=data(4))
+        trainer.train()
+        assert trainer.state.best_global_step < trainer.state.global_step
+        best = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+        assert_same(dict(engine.weights("fp32")), dict(best.named_parameters()))
+        assert best.generation_config.max_new_tokens == 7
+        with pytest.raises(CheckpointError, match=r"checkpoint-6 has weights and no engine's checkpoint"):
+            trainer.train(resume_from_checkpoint=True)
+
+
 def train_on_ranks(rank, world_size, path):
     """torch's DDP in `Trainer`, and the engine's shards in ours: gradients are reduced once, and once a micro-batch."""
     with sharding_on_cpu():
@@ -204,6 +229,9 @@ def test_what_does_not_go_together_is_said_and_a_run_that_was_stopped_goes_on(tm
         trainer.pop_callback(Failing)
         trainer.train()
         assert engine.global_steps == 1 + 6
+    converting = arguments(tmp_path, bf16=True, bf16_full_eval=True)
+    with engine_of(tmp_path, converting) as engine, pytest.raises(ValueError, match=r"leave out bf16_ and fp16_full"):
+        OffloadTrainer(engine, converting)
     with (
         engine_of(tmp_path, args, scheduler={"type": "WarmupLR", "params": {}}) as engine,
         pytest.raises(ValueError, match=r"leave scheduler out"),

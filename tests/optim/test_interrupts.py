@@ -243,5 +243,4 @@ def test_a_constructor_that_was_cut_short_leaves_nothing(tmp_path, strike, strid
         interrupt.kept = None
         gc.collect()
         assert not os.listdir(tmp_path), interrupt.place
-    left = Resources.settled(before).beyond(before)
-    assert not left
+    assert not Resources.settled(before).beyond(before)

@@ -87,8 +87,7 @@ def work(section: dict[str, Any], size: ModelSize, threads: int, told: Iterator[
         offload=section,
     ) as optimizer:
         optimizer.overlap_with(model)  # a step goes on under the next forward
-        numel = sum(param.numel() for param in model.parameters())
-        run = DemoRun(settings=section, num_parameters=numel)
+        run = DemoRun(settings=section, num_parameters=sum(param.numel() for param in model.parameters()))
         _step(model, optimizer, stream)
         optimizer.synchronize()
         by_kernel, before_steps = storage_bytes(), optimizer.stats()

@@ -205,8 +205,7 @@ def test_a_run_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
 def test_no_run_takes_it_for_a_leftover(tmp_path):
     """Today's rule, and that of every version before: a name of this form, whatever is in it."""
     opened(tmp_path).close()
-    dead = tmp_path / f"{OTHER_PREFIX}1-0"
-    dead.mkdir()
+    (tmp_path / f"{OTHER_PREFIX}1-0").mkdir()
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
     assert not list(tmp_path.glob(f"*{OTHER_PREFIX}*"))
@@ -232,8 +231,7 @@ def test_a_path_that_is_not_there(tmp_path):
 
 
 def test_names_are_found_again(tmp_path):
-    place = directory_of(tmp_path, "my-run-rank1", 12)
-    assert directory.parse_directory(place) == ("my-run-rank1", 12)
+    assert directory.parse_directory(directory_of(tmp_path, "my-run-rank1", 12)) == ("my-run-rank1", 12)
     assert directory.parse_directory(tmp_path / "nvme-offload-1-0") is None
 
 

@@ -132,8 +132,7 @@ class Walk:
         run = DurableRun([self.copy], name="small", rank=0, direct="optional", steps_back=self.steps_back)
         assert [name_of(manifest) for manifest in run.found[:whole]] == expected
         assert {key: name_of(manifest) for key, manifest in run.snapshots.items()} == snapshots
-        pinned = list(run.snapshots.values())
-        for manifest in [*run.found[:whole], *pinned]:
+        for manifest in [*run.found[:whole], *list(run.snapshots.values())]:
             run.adopt(manifest, LAYOUTS)
             assert read_past_the_tier(run) == truth[name_of(manifest)]
         run.close()
@@ -165,8 +164,7 @@ def walk(folder, seed, num_operations, steps_back=1):
         except (AssertionError, CorruptionError) as error:
             error.add_note(f"seed {seed}: {', '.join(done)}")
             raise
-    pinned = len(walk.small.run.snapshots)
-    assert used_bytes(walk.small) <= EXTENT_BYTES * (1 + steps_back + pinned)
+    assert used_bytes(walk.small) <= EXTENT_BYTES * (1 + steps_back + len(walk.small.run.snapshots))
     walk.small.close()
     return walk
 

@@ -247,8 +247,7 @@ def with_description(content, **changes):
     (size,) = struct.unpack_from("<Q", body)
     about = json.loads(body[8 : 8 + size]) | changes
     described = json.dumps({name: value for name, value in about.items() if value is not None}).encode()
-    head = struct.pack("<Q", len(described)) + described
-    return with_digest(b"nvmerun2", whole, head + body[8 + size :])
+    return with_digest(b"nvmerun2", whole, (struct.pack("<Q", len(described)) + described) + body[8 + size :])
 
 
 def with_tables(change):

@@ -318,8 +318,7 @@ def test_slots_of_a_failed_sync_are_due_until_they_are_rewritten(space):
 def test_a_chain_is_read_as_one_extent(space):
     extents = space.allocate_all([BASE.parts, ENTRY_BYTES])
     base, entry = (Written(extent, BASE, None, 0) for extent in extents)
-    chain = Chain(base, (Written(entry.extent, CONTENT, None, 0),))
-    reading = chain.reading(base_bytes=BASE.trailer_at)
+    reading = Chain(base, (Written(entry.extent, CONTENT, None, 0),)).reading(base_bytes=BASE.trailer_at)
     assert reading.size_bytes == BASE.trailer_at + CONTENT.size_bytes
     assert sum(stripe.size_bytes for stripe in reading.stripes) == reading.size_bytes
     segments = reading.segments(0)
@@ -417,8 +416,7 @@ def test_all_of_a_chain_is_read(one_path):
     with open(one_path.path_of(one_path.fds[0]), "r+b") as file:
         file.seek(chain.base.extent.stripes[0].offset)
         file.write(content)
-    memory = PinnedReader(one_path).read(chain)
-    assert memory.view(torch.uint8, 0, size_bytes).numpy().tobytes() == content
+    assert PinnedReader(one_path).read(chain).view(torch.uint8, 0, size_bytes).numpy().tobytes() == content
 
 
 @pytest.mark.parametrize("beyond", [0, 100], ids=["between two pages", "inside a page"])

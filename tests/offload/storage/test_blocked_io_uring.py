@@ -238,5 +238,4 @@ class TestLittleLockedMemory:
 def test_a_file_system_that_counts_no_blocks_is_not_taken_for_full(tmp_path, unconfined):
     (run,), records = run_confined(tmp_path, "auto", mounts={tmp_path: "ramfs"})
     assert run["digest"] == unconfined["digest"]
-    said = [message for _, message in records if "no direct I/O" in message]
-    assert len(said) == 1, records
+    assert len([message for _, message in records if "no direct I/O" in message]) == 1, records

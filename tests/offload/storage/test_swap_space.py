@@ -295,8 +295,7 @@ def test_a_clean_up_that_fails_does_not_hide_the_first_error(open_space, monkeyp
                 allocate()
             assert caught.value.path == space.path_of(space.fds[1])
     space.check_whole()
-    again = space.allocate(8 << 20)
-    assert [stripe.offset for stripe in again.stripes] == [2 << 20, 2 << 20]
+    assert [stripe.offset for stripe in space.allocate(8 << 20).stripes] == [2 << 20, 2 << 20]
 
 
 KIB = 1 << 10

@@ -40,8 +40,7 @@ def test_a_budget_that_is_too_small_shows_by_how_much():
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 70), st.integers(0, 9 * MB))
 def test_equal_units_are_spread_evenly(count, fitting, rest):
-    plan = plan_tiers([state(i) for i in range(count)], {"host": fitting * 10 * MB + rest})
-    hosted = on_host(plan)
+    hosted = on_host(plan_tiers([state(i) for i in range(count)], {"host": fitting * 10 * MB + rest}))
     assert sum(hosted) == min(count, fitting), "as many as fit"
     share = sum(hosted) / count
     for i in range(count):  # at any point, what was met differs from the even share by less than two units

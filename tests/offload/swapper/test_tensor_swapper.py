@@ -73,8 +73,7 @@ def test_parameters_and_their_gradients_are_left_alone(swapper):
     before = parameter.detach().clone()
     with torch.no_grad():
         parameter.zero_()
-    result = swapper.swap_in("p", out=parameter).wait(PATIENCE)
-    assert result is parameter
+    assert swapper.swap_in("p", out=parameter).wait(PATIENCE) is parameter
     assert parameter.requires_grad
     assert parameter.is_leaf
     assert torch.equal(parameter, before)

@@ -31,8 +31,7 @@ def test_tensors_come_back_to_their_device(open_swapper, device, dtype):
         assert result.device == tensor.device
         assert same_bits_there(result, variant)
         assert swapper.prefetch(name)
-        out = torch.empty_like(variant)
-        assert same_bits_there(swapper.swap_in(name, out=out).wait(PATIENCE), variant)
+        assert same_bits_there(swapper.swap_in(name, out=torch.empty_like(variant)).wait(PATIENCE), variant)
         host = torch.empty(variant.shape, dtype=dtype)
         assert same_bits(swapper.swap_in(name, out=host).wait(PATIENCE), variant.cpu())
     assert swapper.stats().num_prefetch_hits == 2

@@ -38,8 +38,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, 
 
 def test_a_failed_first_swap_out_leaves_nothing_and_says_why(open_swapper):
     swapper = open_swapper(faults=FaultSpec(seed=1, eio=1.0))
-    tensor = random_bits((100_000,))
-    transfer = swapper.swap_out("weights", tensor)
+    transfer = swapper.swap_out("weights", random_bits((100_000,)))
     queued = swapper.swap_in("weights")
     for failed in (transfer, queued, transfer):
         with pytest.raises(
@@ -194,8 +193,7 @@ def test_a_tensor_of_four_budgets_takes_no_more_memory_than_the_budget(tmp_path)
 
 
 def test_a_tiny_tensor_does_not_wait_for_a_huge_one(open_swapper):
-    delays = FaultSpec(seed=3, delay=1.0, max_delay_us=4000)
-    swapper = open_swapper(faults=delays, staging_budget=64 * KiB)
+    swapper = open_swapper(faults=FaultSpec(seed=3, delay=1.0, max_delay_us=4000), staging_budget=64 * KiB)
     huge = random_bits((16 * MiB,), torch.uint8)
     swapper.swap_out("tiny", torch.ones(1)).wait(PATIENCE)
     out = swapper.swap_out("huge", huge)

@@ -76,8 +76,7 @@ def write_from_every_rank(rank, world_size, folder):
         files = write_sharded(folder / "out", weight_items(engine.module), dtype=None, max_shard_bytes=20_000)
         assert len(files) > 1
         expected = {name: value.full_tensor() for name, value in weight_items(engine.module)}
-        found = {name: value for file in files for name, value in load_file(file).items()}
-        assert_same(found, expected)
+        assert_same({name: value for file in files for name, value in load_file(file).items()}, expected)
         (folder / "file").touch()
         with pytest.raises(OSError, match="the weights were not written"):  # rank 0 finds it; all are told
             write_sharded(folder / "file" / "out", weight_items(engine.module))

@@ -138,8 +138,7 @@ def test_what_two_ranks_save_two_ranks_resume_bit_for_bit_on_any_tier(saved_at_2
 @pytest.mark.usefixtures("alone")
 def test_one_process_resumes_it(saved_at_2):
     root, drive, saved = saved_at_2
-    tiers = dict(zip(MODES, (drive, drive, None), strict=True))
-    compare(load_and_look(0, 1, root, drive, tiers), saved)
+    compare(load_and_look(0, 1, root, drive, dict(zip(MODES, (drive, drive, None), strict=True))), saved)
 
 
 @pytest.mark.slow

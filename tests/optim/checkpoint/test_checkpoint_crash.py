@@ -207,8 +207,7 @@ def test_power_lost_anywhere(case):
 @pytest.mark.slow
 @every_case
 def test_power_lost_in_many_ways(case):
-    crashes = case.history.power_losses(at_most=1024, num_random=20_000, seed=1)
-    assert not case.problems(crashes)
+    assert not case.problems(case.history.power_losses(at_most=1024, num_random=20_000, seed=1))
 
 
 @pytest.mark.usefixtures("alone", "undurable")

@@ -181,8 +181,7 @@ def test_code_in_place_of_a_tensor_does_not_run(engine, saved, tmp_path):
     marker, good = tmp_path / "ran", tmp_path / "other" / "good"
     engine.save_checkpoint(good.parent, "good")
     torch.save(Evil(marker), saved / "__9_0.distcp")
-    length = (saved / "__9_0.distcp").stat().st_size
-    change_place(saved, relative_path="__9_0.distcp", offset=0, length=length)
+    change_place(saved, relative_path="__9_0.distcp", offset=0, length=(saved / "__9_0.distcp").stat().st_size)
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         engine.load_checkpoint(saved.parent)
     assert not marker.exists()

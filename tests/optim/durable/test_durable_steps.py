@@ -378,8 +378,7 @@ def test_without_durable_there_is_nothing_to_resume(drive):
 def test_steps_that_a_parent_made_are_not_those_of_a_forked_child(drive):
     with fresh(drive) as optimizer:
         train(optimizer, [0])
-        pid = fork(optimizer.close)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert os.waitpid(fork(optimizer.close), 0)[1] == 0
         train(optimizer, [1])
     with fresh(drive) as optimizer:
         assert optimizer.resume() == (2, {})

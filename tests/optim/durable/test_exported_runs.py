@@ -109,8 +109,7 @@ def test_the_weights_of_a_run_that_was_killed_are_those_that_it_resumes_with(dri
 
 @pytest.mark.usefixtures("alone")
 def test_gradients_that_were_logged_in_fp32_are_read_as_such(drive, tmp_path, monkeypatch):
-    wide = {"rewrite_every": 3, "data_types": {"grad_accum_dtype": "fp32"}}
-    monkeypatch.setitem(TIERS, "wide, logged", wide)
+    monkeypatch.setitem(TIERS, "wide, logged", {"rewrite_every": 3, "data_types": {"grad_accum_dtype": "fp32"}})
     with durable("bf16", drive, "run", "wide, logged") as engine:
         steps_of(engine, 0, range(2))
         assert {record.log_dtype for record in engine.optimizer.store.table} == {torch.float32}

@@ -39,8 +39,7 @@ class Pair:
         with noted(f"struck at {place}"):
             self.backward()
             self.step()
-            ends = [full_state(one.module, one.optimizer) for one in (self.engine, self.twin)]
-            assert_same(*ends)
+            assert_same(*[full_state(one.module, one.optimizer) for one in (self.engine, self.twin)])
         pipeline = self.optimizer.store.pipeline
         assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
         assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)

@@ -257,8 +257,7 @@ def test_a_group_keeps_the_states_that_it_was_made_with():
     params = [param((8,)), param((8,), seed=1)]
     groups = [{"params": params[:1]}, {"params": params[1:], "initial_accumulator_value": 0.5}]
     with case.make(groups, section()) as optimizer:
-        births = [float(optimizer.state[p]["sum"][0]) for p in params]
-        assert births == [float(torch.tensor(0.1)), 0.5]
+        assert [float(optimizer.state[p]["sum"][0]) for p in params] == [float(torch.tensor(0.1)), 0.5]
         optimizer.param_groups[1]["initial_accumulator_value"] = 0.25
         set_grads(params, 0)
         with pytest.raises(
@@ -279,8 +278,7 @@ def test_the_section_makes_it(case, tmp_path):
     torch.manual_seed(0)
     with initialize(torch.nn.Linear(64, 64), config) as engine:
         assert type(engine.optimizer) is optimizer_class(case.name)
-        group = engine.optimizer.param_groups[0]
-        assert {key: group[key] for key in case.settings} == dict(case.settings)
+        assert {key: engine.optimizer.param_groups[0][key] for key in case.settings} == dict(case.settings)
         itemsize = state_itemsize(MasterForm.ITSELF, case.rule.states)
         [row, _] = engine.precision_plan.to_dict()["parameters"]
         assert row["bytes_per_parameter"].get("nvme", 0) == itemsize
@@ -307,8 +305,7 @@ def save_and_resume(rank, case, root, drive):
         first.module.num_batches *= 0
         other.module.num_batches *= 0
         assert steps_of(first, rank, [2]) == steps_of(other, rank, [2])
-        final = full_state(first.module, first.optimizer)
-        assert_same(full_state(other.module, other.optimizer), final)
+        assert_same(full_state(other.module, other.optimizer), full_state(first.module, first.optimizer))
     return states[0]
 
 

@@ -261,8 +261,7 @@ def test_no_more_staging_buffers_than_subgroups_that_visit_them(sub_group_size, 
 
 
 def test_no_more_staging_buffers_than_blocks_and_more_when_more_blocks_come(tmp_path, alone):
-    config = of_engine(tmp_path, blocks=True)
-    with initialize(layers(), config) as engine:
+    with initialize(layers(), of_engine(tmp_path, blocks=True)) as engine:
         for _ in range(2):
             engine.backward(engine(torch.ones(1, WIDTH)).sum())
             engine.step()
