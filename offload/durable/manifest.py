@@ -236,8 +236,7 @@ class ManifestFiles:
         if size_bytes > self._memory.size_bytes:
             self._memory = HostRegion(int(size_bytes * _GROWTH))
         fd, path = self._files[place].fileno(), self._paths[place]
-        held_bytes = os.fstat(fd).st_size
-        if size_bytes > held_bytes:
+        if size_bytes > os.fstat(fd).st_size:
             try:
                 promise(fd, path, 0, round_up(int(size_bytes * _GROWTH), _BLOCK_BYTES), "a manifest")
             except OutOfSpaceError:

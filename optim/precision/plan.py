@@ -233,8 +233,7 @@ def _bytes(
 def _is_mixed(config: OffloadConfig, model: nn.Module, elsewhere: Collection[torch.dtype] | None) -> bool:
     """Whether a model that is computed in 16 bits came with 16-bit and with fp32 parameters."""
     dtypes = {param.dtype for param in model.parameters()} | set(elsewhere or ())
-    has_16_bits = not dtypes.isdisjoint(SIXTEEN_BITS)
-    return config.compute_dtype != "fp32" and torch.float32 in dtypes and has_16_bits
+    return config.compute_dtype != "fp32" and torch.float32 in dtypes and not dtypes.isdisjoint(SIXTEEN_BITS)
 
 
 def _arrived_fp32(

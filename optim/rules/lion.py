@@ -43,5 +43,4 @@ class Lion(UpdateRule):
         mixed = exp_avg * scalars.beta1 + grad * scalars.beta1_complement
         exp_avg.mul_(scalars.beta2).add_(grad * scalars.beta2_complement)
         sign = (mixed > 0).float() - (mixed < 0).float()
-        direction = sign.masked_fill_(mixed.isnan(), math.nan)
-        master.mul_(scalars.decay).sub_(direction * scalars.lr)
+        master.mul_(scalars.decay).sub_(sign.masked_fill_(mixed.isnan(), math.nan) * scalars.lr)

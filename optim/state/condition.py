@@ -128,6 +128,12 @@ class UnresumedRun(Condition):
         )
 
 
+def take_back_notes(error: BaseException, way_on: str) -> None:
+    """Take notes off an error that end with a way on which does not lead on any more."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    notes[:] = [note for note in notes if not note.endswith(way_on)]
+
+
 def checkpoint_text(*, split: bool) -> str:
     """Say how a checkpoint leads on; `split`: there are split parameters, of which the state has a half."""
     return _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)

@@ -18,7 +18,7 @@ from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import Need, StepPhase
+from nvme_offload.optim.state.condition import Need, StepPhase, take_back_notes
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
@@ -93,7 +93,7 @@ class Stepper:
         warns. An error has one note that says what is done. A refusal has none: StateError, the step before stopped
         halfway.
         """
-        number, has_begun = self._meter.steps + 1, False
+        number, has_begun, begun = self._meter.steps + 1, False, self._store.condition.way_on
         try:
             with DeferredInterrupt() as interrupt, self._meter.stepping(), self._between_steps(interrupt):
                 if (refusal := self._store.condition.refuses(Need.NEXT_STEP)) is not None:
@@ -105,6 +105,7 @@ class Stepper:
                 self._step(number, groups, self._placed(groups), loss_scale, found_inf, interrupt)
         except BaseException as error:
             if has_begun or not isinstance(error, Exception):  # else it is a refusal
+                take_back_notes(error, begun)  # updates in backward may have said it
                 error.add_note(self._where_it_stands(number))
                 if self._commits is not None:
                     self._commits.explain(error)
@@ -400,8 +401,7 @@ class Stepper:
 
     def _note_changed_on_device(self) -> None:
         """Count what the step before found changed on the device: this step waits for it anyway, for the norm."""
-        store = self._store
-        if found := store.means.found_changed:
+        if found := self._store.means.found_changed:
             self._meter.note_changed(int(torch.stack(found).sum()))
             found.clear()
 

@@ -52,8 +52,7 @@ def said(
     tiers: dict[str, dict[str, int]] = {}
     planned: dict[str, dict[str, int]] = {}
     for unit, tier in zip(plan.units, plan.tiers, strict=True):
-        of_kind = tiers.setdefault(unit.kind, dict.fromkeys(TIERS, 0))
-        of_kind[tier] += unit.size_bytes
+        tiers.setdefault(unit.kind, dict.fromkeys(TIERS, 0))[tier] += unit.size_bytes
         if tier == "nvme":
             moved = planned.setdefault(unit.kind, {"read": 0, "written": 0})
             moved["read"] += unit.bytes_read

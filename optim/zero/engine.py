@@ -400,6 +400,7 @@ class OffloadEngine:
             Exception: what the scheduler raises, when everything else is done.
         """
         self.optimizer.store.check_usable()
+        self._passes.check()
         self._follow_groups()
         gradients = (param.grad for param in self.module.parameters())
         self._accumulation.check_step(gradients, is_scaled=self._part.scaler is not None)

@@ -79,8 +79,7 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
     if num_ranks == 1:
         return mesh
     if mesh.ndim == 1 and mesh.size() == dist.get_world_size():
-        names = ("dp_replicate", "dp_shard")
-        return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=names)
+        return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=("dp_replicate", "dp_shard"))
     what = (
         f"nothing is sharded, and the mesh shards over {num_ranks} ranks; give initialize one whose dimension "
         f"dp_replicate has these ranks and dp_shard one, or write 1"

@@ -12,6 +12,7 @@ from nvme_offload.offload.devices.device import current_of, refuse_capture
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.peers import Peers
+from nvme_offload.optim.state.condition import take_back_notes
 
 
 class Passes:
@@ -41,10 +42,14 @@ class Passes:
         all are dropped, by `begin_anew`, unless `is_done` says that the pass is whole. After Ctrl-C on several ranks
         nobody knows where the others are, and nothing is done.
         """
-        if self._way_on:
-            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
+        self.check()
         refuse_capture(self._device)
         return _Pass(self, where, begin_anew, is_done)
+
+    def check(self) -> None:
+        """Raise StateError after a pass that could not be given up."""
+        if self._way_on:
+            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
 
     def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:
         """Give up the pass that an exception came out of, see `run`; PeerError where the failure is another rank's."""
@@ -69,8 +74,12 @@ class Passes:
             self._way_on = "FSDP2 of this torch cannot leave a pass halfway: make a new engine, load a checkpoint."
         if keeps_gradients:
             return
+        store = self._optimizer.store
+        begun = store.condition.way_on
         if not self._way_on:
             begin_anew()
+        if self._way_on or store.condition.way_on != begun:  # updates in backward may have said it
+            take_back_notes(error, begun)
         note = self._way_on or self._what_dropping_left()
         if note not in getattr(error, "__notes__", ()):  # a forward within `accumulate` may have said it
             error.add_note(note)

@@ -118,8 +118,7 @@ class TransformerLayer(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, context, width))
-        feed = F.gelu(self.feed_in(self.feed_norm(x)), approximate="tanh")
-        out: Tensor = x + self.feed_out(feed)
+        out: Tensor = x + self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)), approximate="tanh"))
         return out
 
 

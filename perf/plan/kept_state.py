@@ -101,8 +101,7 @@ class KeptState:
         return Unit(KIND, KIND, self.copies * space - on_drives, tiers=("nvme",))
 
     def _layout_of(self, subgroup: Subgroup) -> SlotLayout:
-        tail = _tail_itemsize(subgroup.form) * subgroup.padded_numel
-        base = ExtentLayout(subgroup.size_bytes, tail, mmap.PAGESIZE)
+        base = ExtentLayout(subgroup.size_bytes, _tail_itemsize(subgroup.form) * subgroup.padded_numel, mmap.PAGESIZE)
         if self.period == 1:
             return SlotLayout(base)
         gradients = self.grad_itemsize * subgroup.numel + _OF_TILE * -(-subgroup.numel // TILE_NUMEL)

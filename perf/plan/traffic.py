@@ -171,8 +171,7 @@ class _Rehearsal:
                 pass
 
     def _count(self, op: Op, number: int) -> None:
-        counted = self._read if op is Op.READ else self._written
-        counted[self.phase] += self._sizes[number]
+        (self._read if op is Op.READ else self._written)[self.phase] += self._sizes[number]
 
 
 class _Page(NamedTuple):

@@ -30,8 +30,7 @@ def growth(site: Site) -> Found:
     if not site.has_device:
         raise LeftOutError("no GPU")
     few, many = (_measured(site, layers) for layers in LAYERS)
-    layer_bytes = 2 * _WIDTH[site.large] ** 2
-    if many["reserved_bytes"] - few["reserved_bytes"] > 3 * layer_bytes:
+    if many["reserved_bytes"] - few["reserved_bytes"] > 3 * 2 * _WIDTH[site.large] ** 2:
         raise WrongError(
             f"{LAYERS[1]} layers reserve {format_bytes(many['reserved_bytes'])} beside the model, and {LAYERS[0]} "
             f"{format_bytes(few['reserved_bytes'])}: it grows with them"

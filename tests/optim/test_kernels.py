@@ -550,8 +550,7 @@ def test_an_element_has_the_same_chance_in_every_part(order, cuts):
         part = Part(torch.Size(whole), offsets, shape, order)
         origin = part.origin(7)
         numel = part.whole.numel() // 2 ** len(cuts)
-        starts = range(0, numel, 50)
-        found = torch.cat([words(origin, start, min(start + 50, numel), 3, HOST) for start in starts])
+        found = torch.cat([words(origin, start, min(start + 50, numel), 3, HOST) for start in range(0, numel, 50)])
         box = everywhere[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
         assert torch.equal(found, box.permute(order).flatten())
 

@@ -171,8 +171,7 @@ def test_a_gradient_of_zero_bits_takes_no_bytes_and_a_negative_zero_does():
 
 
 def test_an_entry_of_zeros_alone_needs_no_memory():
-    grad = torch.zeros(NUMEL, dtype=torch.bfloat16)
-    base, twin, _, [entry] = logged_run(CASES[0], MasterForm.SPLIT, [grad])
+    base, twin, _, [entry] = logged_run(CASES[0], MasterForm.SPLIT, [torch.zeros(NUMEL, dtype=torch.bfloat16)])
     entry.memory = torch.empty(0, dtype=torch.uint8)
     own = base.copied()
     POOLS[0].update([own.segment(None, scalars_at(1), log=[entry.logged], base=own.param)])

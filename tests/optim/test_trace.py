@@ -57,8 +57,7 @@ def test_nothing_is_an_empty_trace():
 
 
 def test_many_overlapping_transfers_get_no_more_tracks_than_run_at_a_time():
-    reads = [Span("read", number, number * 10, number * 10 + 35) for number in range(50)]
-    events = trace_events(reads)
+    events = trace_events([Span("read", number, number * 10, number * 10 + 35) for number in range(50)])
     assert len({event["tid"] for event in events}) == 4
     assert_nested(events)
     by_track = [event["ts"] for event in events if event["ph"] == "X" and event["tid"] == 1]

@@ -184,8 +184,7 @@ class ErrorConformance(EngineTools):
     def test_after_a_failure_the_rest_is_not_issued(self):
         self.require_data()
         engine, fd, memory = self.open(queue_depth=2), self.file(bytes(BLOCK), os.O_RDONLY), Memory(BLOCK)
-        failure = run(engine, Op.WRITE, *[memory.segment(fd)] * 1000).failure
-        assert failure is not None
+        assert run(engine, Op.WRITE, *[memory.segment(fd)] * 1000).failure is not None
         assert engine.stats().requests < 100
 
     def test_a_failing_operation_harms_no_other(self):

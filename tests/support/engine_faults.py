@@ -65,8 +65,7 @@ class FaultConformance(EngineTools):
                 where = f"{spec}, direct={direct}, operation {index}: {op.name} {segments}"
                 assert operation.wait(PATIENCE), f"lost: {where}"
                 if operation.failure is None:
-                    expected = self.expected(seed, content, op, segments, index)
-                    self.check_region(fd, memory, index, expected, where)
+                    self.check_region(fd, memory, index, self.expected(seed, content, op, segments, index), where)
                 else:
                     check_failure(operation.failure, spec, op, segments, where)
             engine.close()

@@ -168,7 +168,6 @@ class LoadConformance(EngineTools):
     def test_neither_direction_waits_for_all_of_the_other(self, large, small):
         engine, fd, memory = self.open_slow(3000, queue_depth=4), self.file(bytes(800 * BLOCK)), Memory(800 * BLOCK)
         first = submit(engine, large, [memory.segment(fd)])
-        second = submit(engine, small, [memory.segment(fd, size_bytes=8 * BLOCK)])
-        assert second.wait(PATIENCE)
+        assert submit(engine, small, [memory.segment(fd, size_bytes=8 * BLOCK)]).wait(PATIENCE)
         assert not first.done()
         assert first.wait(PATIENCE)

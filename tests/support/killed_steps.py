@@ -216,8 +216,7 @@ class Lives:
         name, how = (self.name, self.kind.how) if self.lasting else (None, self.kind.plain)
         if self.other:
             how = {**how, "other": self.other / host}
-        digest = self.kind.train(self.path / host, name, partial(self._note, rank), **how)
-        self._end_of(rank).write_text(digest)
+        self._end_of(rank).write_text(self.kind.train(self.path / host, name, partial(self._note, rank), **how))
         if dist.is_initialized():
             dist.barrier()  # who ends first may serve the others
 

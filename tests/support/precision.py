@@ -204,8 +204,7 @@ class Reference:
 
     def _backward(self, inputs, target):
         leaves = {name: rounded(p.detach(), self.compute).requires_grad_() for name, p in self._params().items()}
-        context = torch.autocast("cpu", self.autocast) if self.autocast else nullcontext()
-        with context:
+        with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
             loss = loss_of(functional_call(self.model, leaves, inputs.to(self.compute)), target)
         grads = torch.autograd.grad(loss * (self.scale / self.micro_batches), list(leaves.values()))
         return loss.item(), dict(zip(leaves, grads, strict=True))

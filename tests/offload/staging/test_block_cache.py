@@ -194,8 +194,7 @@ def test_a_changed_byte_on_the_drive_is_found_where_checksums_are_on(make_cache)
     cache.synchronize()
     block = next(block for block in cache.blocks if block.buffer is None)
     stripe = block.extent.stripes[0]
-    path = f"/proc/self/fd/{stripe.fd}"
-    with open(path, "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{stripe.fd}", "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), b"\7", stripe.offset + 5)
     with pytest.raises(CorruptionError, match=block.name):
         cache.hold(block)

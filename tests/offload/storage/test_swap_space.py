@@ -190,8 +190,7 @@ def test_whether_there_is_room_counts_what_is_free_inside(open_space, monkeypatc
     space = open_space()
     kept = [space.allocate(1 << 20) for _ in range(4)]
     del kept[1:3]
-    system = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1)
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: system)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1))
     space.check_room([1 << 20, 1 << 20])
     with pytest.raises(OutOfSpaceError):
         space.check_room([1 << 20] * 3)

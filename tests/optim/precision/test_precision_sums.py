@@ -59,8 +59,7 @@ def padded_numels(is_low, world_size):
     """Elements on the wire of the two kinds of parameters: FSDP2 makes the first dimension divisible."""
     numels = {True: 0, False: 0}
     for name, param in Model().named_parameters():
-        rows = -(-param.shape[0] // world_size) * world_size
-        numels[is_low(name)] += rows * param[0].numel()
+        numels[is_low(name)] += -(-param.shape[0] // world_size) * world_size * param[0].numel()
     return numels[True], numels[False]
 
 

@@ -99,8 +99,7 @@ def test_a_group_that_comes_before_the_first_step(make_adamw):
 def test_construction_and_place_name_a_disk_that_is_too_full(make_adamw, drive, monkeypatch):
     """Free space is asked for at construction; what another process has taken since is found when it is reserved."""
     optimizer = make_adamw(params_of(GIVEN, torch.bfloat16))
-    full = SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=1000)
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: full)
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=1000))
     with pytest.raises(OutOfSpaceError, match="needed"):
         make_adamw(params_of(GIVEN, torch.bfloat16))
     with pytest.raises(OutOfSpaceError, match="needed"):

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import resource
 import socket
 import threading
 from contextlib import nullcontext, suppress
@@ -44,13 +45,15 @@ def one_fails_in_a_pass(rank, world_size, path, moment):
         of_this = StateError if moment == "behind" else SwapIOError
         with pytest.raises(of_this if rank == 1 else PeerError) as caught:
             a_pass(engine, rank, moment if rank == 1 else None)
+        way_on = "Other ranks wait for this one in a collective: end them all" if rank == 1 else "Another rank failed"
+        for act in (engine.step, lambda: loss_of(engine, 2, rank)):
+            with pytest.raises(StateError, match=way_on):
+                act()
         if rank == 1:
             said = store.get("heard").decode()  # waits for it: this process lives, and rank 0 is in the collective
         else:
             said = str(caught.value)
             assert caught.value.__cause__ is not None
-            with pytest.raises(StateError, match="Another rank failed"):
-                loss_of(engine, 2, rank)
         dist.destroy_process_group()  # as if this process had ended
     assert "nvme-offload-peers" not in [thread.name for thread in threading.enumerate()]
     return said
@@ -101,6 +104,26 @@ def test_an_io_error_in_a_step_is_said_too_and_the_step_is_finished(tmp_path):
     _, said = run_ranks(one_repeats_its_step, 2, tmp_path)
     assert said.startswith(f"rank 1, host {socket.gethostname()}, failed in step: SwapIOError: read of")
     assert said.endswith("This rank waits in its next collective until that rank has repeated the call")
+
+
+def one_fails_in_an_update(rank, world_size, path):
+    config = section(path, state="nvme", accumulation=1) | {"overlap_step": "backward", "skip_non_finite": False}
+    with make(config | {"gradient_clipping": 0.0}, num_layers=4, width=150) as engine:
+        train_step(engine, 0, rank)
+        loss = loss_of(engine, 1, rank)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1 if rank == 0 else 0, -1))
+        try:
+            engine.backward(loss)
+            engine.step()
+        except SwapIOError as error:
+            ways_on = [note for note in error.__notes__ if "call step()" in note or "call finish_step()" in note]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        assert rank == 0 or len(ways_on) <= 1, ways_on  # none where backward ended: the others wait
+        dist.destroy_process_group()
+
+
+def test_an_io_error_of_an_update_in_backward_says_one_way_on(tmp_path):
+    run_ranks(one_fails_in_an_update, 2, tmp_path)
 
 
 def test_a_rank_is_given_to_who_reaches_it():

@@ -214,8 +214,7 @@ class TestFolders:
         assert os.listdir(tmp_path) == []
 
     def test_a_drive_that_fails_meanwhile_is_a_finding(self, tmp_path, monkeypatch):
-        stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        monkeypatch.setattr(paths, "check_space", Mock(side_effect=stale))
+        monkeypatch.setattr(paths, "check_space", Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
         findings, _ = paths.check_path(tmp_path, config_of(), None)
         assert "Stale file handle" in findings[-1].found
 

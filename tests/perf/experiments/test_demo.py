@@ -76,8 +76,7 @@ def test_state_was_on_the_drive_and_loss_fell(runs):
     nvme, memory = runs
     assert len(nvme.steps) == len(memory.steps) == STEPS
     assert nvme.steps[-1].loss < nvme.steps[0].loss
-    written = nvme.counted_bytes[1] / (nvme.num_parameters * STEPS)
-    assert written == pytest.approx(10, rel=0.02)
+    assert nvme.counted_bytes[1] / (nvme.num_parameters * STEPS) == pytest.approx(10, rel=0.02)
     assert tuple(memory.counted_bytes) == (0, 0)
     assert nvme.stats["num_subgroups"] >= 8
     assert nvme.kernel_bytes is None or nvme.kernel_bytes[1] >= 0.95 * nvme.counted_bytes[1]

@@ -84,8 +84,7 @@ def space_of(found):
 def test_wear_and_life_are_those_of_the_period_and_of_each_copy(period, bytes_per_param, copies):
     bytes_per_param *= copies
     found = planned(100.0, rewrite_every=period, copies=copies, nvme_path=["a", "b"][:copies])
-    once = planned(100.0, rewrite_every=period)
-    assert space_of(found) == pytest.approx(copies * space_of(once))
+    assert space_of(found) == pytest.approx(copies * space_of(planned(100.0, rewrite_every=period)))
     steps = 86_400 / found.time.seconds
     assert found.to_dict()["rewrite_every"] == period
     assert found.written_per_day == pytest.approx(bytes_per_param * GB * steps)

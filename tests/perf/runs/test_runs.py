@@ -41,8 +41,7 @@ def lines(*arguments):
 def test_a_run_that_is_alive(small, paths):
     headings, run, snapshots = lines(*paths)
     shown = dict(zip(headings, run, strict=True))
-    size = shown.pop("BYTES")
-    assert size.endswith("MiB")
+    assert shown.pop("BYTES").endswith("MiB")
     assert re.fullmatch(r"\d+ s", shown.pop("AGE"))
     assert shown == {
         "NAME": "small",

@@ -80,8 +80,7 @@ def run_seeds(
     while running:
         ready, _, _ = select.select([worker.pipe for worker in running], [], [])
         for worker in [worker for worker in running if worker.pipe in ready]:
-            ended = worker.take(report)
-            if ended:
+            if worker.take(report):
                 running.remove(worker)
                 if worker.left and not (until_first and report.violations):
                     running.append(_Worker(worker.left, mutation))

@@ -136,8 +136,7 @@ class World:
             choice = self.draw.randrange(len(able) + len(self.events)) if able or self.events else 0
             if choice < len(able):
                 return able[choice]
-            happened = any(event() for event in self.draw.sample(self.events, len(self.events)))
-            if happened or able:
+            if any(event() for event in self.draw.sample(self.events, len(self.events))) or able:
                 continue
             deadlines = [thread.deadline_ns for thread in self.threads if thread.deadline_ns is not None]
             if not deadlines:

@@ -132,8 +132,7 @@ class OptimizerSubject(Subject):
         if error is not None:
             self._check_note(error, before, strike)
         if optimizer.has_unfinished_step:
-            with_state = self._finish_step(strike)
-            if not with_state:
+            if not self._finish_step(strike):
                 return
         elif optimizer.num_steps == before:
             self.persist(optimizer.step)
