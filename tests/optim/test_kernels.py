@@ -301,7 +301,8 @@ def test_calls_from_several_threads_take_turns():
 def test_the_gil_is_free_while_a_kernel_runs():
     pool = KernelPool(1, isa="portable")
     state = State.of(np.ones(2**23, np.float32), MasterForm.FULL)
-    segment = state.segment(torch.ones(2**23, dtype=torch.float16), scalars_at(1))
+    grad = torch.ones(2**23, dtype=torch.float16)  # a segment has its address alone
+    segment = state.segment(grad, scalars_at(1))
     count, stop = [0], threading.Event()
 
     def tick():
@@ -379,7 +380,8 @@ def test_what_cannot_be_right_is_refused_in_words():
 )
 def test_a_bad_segment_stops_the_call_before_anything_is_touched(field, value, message):
     state = State.of(np.ones(100, np.float32), MasterForm.SPLIT)
-    good, bad = (state.segment(torch.ones(100), scalars_at(1)) for _ in range(2))
+    grad = torch.ones(100)
+    good, bad = (state.segment(grad, scalars_at(1)) for _ in range(2))
     setattr(bad, field, value)
     with pytest.raises(ValueError, match=message):
         POOLS[0].update([good, bad])
