@@ -155,16 +155,9 @@ def test_it_saves_and_resumes(tmp_path):
 
 def test_of_saved_weights_alone_the_best_are_loaded_and_none_are_resumed(tmp_path):
     """The best is the one of the greatest loss, which is not the last; the optimizer's state of it is nowhere."""
-    saving = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "learning_rate": 0.5,
-    }
-    args = arguments(
-        tmp_path / "out", save_only_model=True, load_best_model_at_end=True, greater_is_better=True, **saving
-    )
+    best = {"load_best_model_at_end": True, "greater_is_better": True, "learning_rate": 0.5}
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = arguments(tmp_path / "out", save_only_model=True, **best, **every_step)
     made = model()
     made.generation_config.max_new_tokens = 7
     with engine_of(tmp_path, args, made=made) as engine:
