@@ -56,7 +56,7 @@ class Resumption:
         """Go on from the latest step that every rank has, or from the one before if that is damaged."""
         store = self._store
         with store.at_rest(), torch.no_grad():
-            has_stopped = self._ranks.together(self._has_stopped)
+            has_stopped = not self._ranks.all(not self._ranks.together(self._has_stopped))
             self._refuse_other_places()
             self._commits.snapshots().agree()
             found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
