@@ -17,7 +17,6 @@ from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.pipeline import HeldState
 from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.tiers.parts import drop_gathered
 
 
@@ -45,7 +44,7 @@ def _read_run(
 ) -> None:
     """Put a run of an entry of `numel` elements to the parts of it that are read."""
     if run.numel == numel:
-        entries[name] = values.copy(slot, run, name)
+        entries[name] = values.read(slot, run, name, copy=True)
         return
     if name not in entries:
         entries[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -55,20 +54,16 @@ def _read_run(
 def _as_entry(body: StateBody, index: int, name: str, flat: torch.Tensor | None) -> torch.Tensor:
     """Shape a flat entry as its parameter; shard it like a sharded one. Without slots it is as it would be born."""
     record = body.table[index]
-    local = unflatten(fresh_values(body, _all_of(record), name) if flat is None else flat, record.param)
+    local = fresh_entry(body, index, name) if flat is None else unflatten(flat, record.param)
     return sharded_like(local, record.leaf) if isinstance(record.leaf, DTensor) else local
-
-
-def _all_of(record: ParamRecord) -> Run:
-    return Run(record.index, 0, record.param.numel(), 0)
 
 
 def fresh_entry(body: StateBody, index: int, name: str) -> torch.Tensor:
     """Return an entry of a parameter, wherever it is, that was never updated: see `fresh_values`."""
     if name == "step":
         return torch.zeros((), device="cpu")
-    record = body.table[index]
-    return unflatten(fresh_values(body, _all_of(record), name), record.param)
+    param = body.table[index].param
+    return unflatten(fresh_values(body, Run(index, 0, param.numel(), 0), name), param)
 
 
 def prepare_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, torch.Tensor]]:
@@ -110,7 +105,7 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
         sections = slot.subgroup.sections.keys()
         # Where nothing of what the slot holds now is kept, it need not be readable either.
         load = not all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
-        with HeldState(body.pipeline, slot, change=True, load=load) as memory:
+        with HeldState(body.pipeline, slot, load=load) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.
             if masters or not slot.home.is_visited:

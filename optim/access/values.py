@@ -55,15 +55,8 @@ class LiveValues:
         self._changed: tuple[SlotRecord, Memory] | None = None
         self._read: tuple[SlotRecord, Memory] | None = None
 
-    def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """See `Values`."""
-        return self._found(slot, run, name)
-
-    def copy(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
-        """Return what `read` does, in host memory of its own."""
-        return self._found(slot, run, name, copy=True)
-
-    def _found(self, slot: SlotRecord, run: Run, name: str, *, copy: bool = False) -> torch.Tensor:
+    def read(self, slot: SlotRecord, run: Run, name: str, *, copy: bool = False) -> torch.Tensor:
+        """See `Values`. With `copy` it is in host memory of its own."""
         body = self._body
         # An fp32 parameter is its own master: there is no section of it.
         if slot.residency is Residency.UNBORN or name not in slot.subgroup.sections:

@@ -155,7 +155,7 @@ class _WholeParameters:
         try:
             for module in self._unit:
                 for name, shard in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                    new = self._plan.param_at(module, name)
+                    new = self._plan.param_at[module, name]
                     value = torch.full(new.shape, torch.nan, dtype=new.dtype, device="cpu")
                     self._shards.append((module, name, shard))
                     module.register_parameter(name, nn.Parameter(value, requires_grad=shard.requires_grad))

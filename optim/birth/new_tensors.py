@@ -47,7 +47,8 @@ class BirthPlan:
         self.params: list[NewTensor] = []
         """The parameters, tied ones once, in the order of ``model.named_parameters()``."""
         self.buffers: list[NewTensor] = []
-        self._param_at: dict[tuple[nn.Module, str], NewTensor] = {}
+        self.param_at: dict[tuple[nn.Module, str], NewTensor] = {}
+        """The parameter that a module has under a name of its own."""
         self._buffer_at: dict[tuple[nn.Module, str], NewTensor] = {}
         known: dict[int, NewTensor] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -57,17 +58,13 @@ class BirthPlan:
             if id(param) not in known:
                 known[id(param)] = NewTensor(param.shape, param.dtype)
                 self.params.append(known[id(param)])
-            self._put(model, name, known[id(param)], self._param_at)
+            self._put(model, name, known[id(param)], self.param_at)
         persistent = model.state_dict(keep_vars=True).keys()
         for name, buffer in model.named_buffers(remove_duplicate=False):
             place = _place_of(model, name)
             if place not in self._buffer_at:
                 self.buffers.append(NewTensor(buffer.shape, buffer.dtype, persistent=name in persistent))
             self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
-
-    def param_at(self, module: nn.Module, attribute: str) -> NewTensor:
-        """Return the parameter that a module has under a name of its own."""
-        return self._param_at[module, attribute]
 
     def unborn_buffers(self, module: nn.Module) -> Iterator[NewTensor]:
         """Yield buffers of a module (not of its children) that are still on the meta device."""

@@ -75,11 +75,6 @@ class BackgroundSave:
         """Return how much of this rank's part is written, 0 to 1."""
         return min(1.0, self._done_bytes / max(self._items.size_bytes, 1))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
     def join(self) -> None:
         """Wait until it has ended, which takes no longer than a save that nobody trains beside."""
         self._pace.hurry()

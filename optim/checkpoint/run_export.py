@@ -14,7 +14,6 @@ from nvme_offload.optim.access.values import COMPUTED
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
 from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, plain_items, tier_items
 from nvme_offload.optim.checkpoint.export import checked_cast, dtypes_in_files, write_weights
-from nvme_offload.optim.checkpoint.files import check_tag
 from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, write
@@ -94,7 +93,7 @@ def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -> Path:
+def export_checkpoint(step: CommittedStep, root: Path) -> Path:
     """Write a step of a training engine as the checkpoint that it could have saved then; return its folder.
 
     Any number of ranks and any tier can load it; `client_state` is that of rank 0. If this raises, nothing is left.
@@ -114,12 +113,11 @@ def export_checkpoint(step: CommittedStep, root: Path, tag: str | None = None) -
             f"does not keep {listed}, which were always frozen, and a checkpoint has all parameters: start the run "
             "once more, resume(), and save_checkpoint()",
         )
-    own_tag = f"global_step{step.step}" if tag is None else tag
-    check_tag(own_tag)
     contents, scalars = _contents_of(step), _scalars_of(step)
     objects = objects_bytes(scalars, first.content.client_state)
+    save = AgreedSave(f"global_step{step.step}", contents, state_json(scalars, contents), objects)
     with _NothingLeft(root), torch.no_grad():
-        return write(root, AgreedSave(own_tag, contents, state_json(scalars, contents), objects), CheckpointSite(None))
+        return write(root, save, CheckpointSite(None))
 
 
 def _scalars_of(step: CommittedStep) -> Scalars:

@@ -327,11 +327,9 @@ def _check_same_tag(own: str, first: str) -> None:
 def _check_shared(partial: Path, site: CheckpointSite) -> None:
     if not partial.is_dir():
         what = f"was made by rank {site.keeper} and is not there for {this_rank()}"
-        where = (
-            "a folder that all ranks of a host see"
-            if site.host
-            else ("a folder that all machines share, or write checkpoint.use_node_local_storage = true")
-        )
+        where = "a folder that all machines share, or write checkpoint.use_node_local_storage = true"
+        if site.host:
+            where = "a folder that all ranks of a host see"
         raise CheckpointError(partial, f"{what}: save into {where}")
 
 

@@ -178,9 +178,8 @@ class Commits:
         latest.settle()
         ranks = self.ranks()
         if ranks.several and not ranks.all(lasts):
-            failed = [
-                said for said, lasted in ranks.gather((f"{this_rank()}: {failure}", lasts)).values() if not lasted
-            ]
+            of_ranks = ranks.gather((f"{this_rank()}: {failure}", lasts)).values()
+            failed = [said for said, lasted in of_ranks if not lasted]
             if state is CommitState.LASTING:
                 elsewhere = StateError("another rank", "a commit that lasts", f"one that failed on {'; '.join(failed)}")
                 latest.take_back(elsewhere)
@@ -384,7 +383,7 @@ class Commits:
         if self.run.extents.suspects:
             with store.at_rest():
                 for index in sorted(self.run.extents.suspects):
-                    with HeldState(store.pipeline, store.slots[index], change=True):
+                    with HeldState(store.pipeline, store.slots[index]):
                         pass  # it is written again
 
     def _rewrite_and_take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
@@ -405,7 +404,7 @@ class Commits:
     def _rewrite(self, slot: SlotRecord) -> None:
         """Have masters start from parameters that somebody changed, as the next update would, and write them."""
         store = self.store
-        with HeldState(store.pipeline, slot, change=True) as memory:
+        with HeldState(store.pipeline, slot) as memory:
             if slot.subgroup.form is MasterForm.ITSELF:
                 return
             for run in slot.subgroup.runs:

@@ -163,7 +163,7 @@ class Resumption:
         candidates = [own[commit] for commit in in_order if commit in common]
         identity = self._commits.identity()
         different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
-        self._refuse_where_any("is of another run than this", different[0])
+        self._refuse_another_run(different[0])
         return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
 
     def _refuse_other_histories(self, of_all: Mapping[int, _Offer], common: set[str]) -> None:
@@ -181,13 +181,12 @@ class Resumption:
             "checkpoint in a run of another name, which leaves this one as it is",
         )
 
-    def _refuse_where_any(self, what: str, problems: Sequence[str]) -> None:
-        """Raise ResumeError on every rank where one has a problem."""
-        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
-        if said := self._said_by_any("; ".join(problems[:5]) + more):
-            raise ResumeError(
-                self._run.folder, f"{what}: {said}. Nothing of it has changed; begin anew under another name"
-            )
+    def _refuse_another_run(self, differences: Sequence[str]) -> None:
+        """Raise ResumeError on every rank where what one committed is of another run."""
+        more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+        if said := self._said_by_any("; ".join(differences[:5]) + more):
+            what = f"is of another run than this: {said}. Nothing of it has changed; begin anew under another name"
+            raise ResumeError(self._run.folder, what)
 
     def _said_by_any(self, problem: str) -> str:
         """Return the problems of all ranks, with rank and host where there are several."""

@@ -74,7 +74,7 @@ class DurableState(Durability):
     def means(self, ground: Ground) -> Means:
         """See `Durability`."""
         means = ground.kernels, ground.param_of, ground.fused, ground.computing
-        return DurableMeans(*means, logs=self.logs, begin_writing=self.begin_writing)
+        return DurableMeans(*means, logs=self.logs, begin_writing=self.latest.begin_writing)
 
     def new_log(self) -> LogState:
         """See `Durability`."""
@@ -111,10 +111,6 @@ class DurableState(Durability):
     def drop(self, first: int) -> None:
         """See `Durability`."""
         self.run.extents.drop(first)
-
-    def begin_writing(self) -> None:
-        """See `Durability`."""
-        self.latest.begin_writing()
 
     def in_order_of_reading(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
         """Return subgroups in the order in which a step had better go through them, where updates can be logged.

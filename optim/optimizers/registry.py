@@ -8,7 +8,6 @@ from nvme_offload.optim.optimizer import OffloadOptimizer
 
 def optimizer_class(name: str) -> Callable[..., OffloadOptimizer]:
     """Return ``OffloadX`` for the optimizer called X, from the module of that name in lower case."""
-    found: Callable[..., OffloadOptimizer] = getattr(
-        importlib.import_module(f"{__package__}.{name.lower()}"), f"Offload{name}"
-    )
+    module = importlib.import_module(f"{__package__}.{name.lower()}")
+    found: Callable[..., OffloadOptimizer] = getattr(module, f"Offload{name}")
     return found

@@ -145,11 +145,7 @@ def _whole(shard: nn.Parameter) -> torch.Tensor:
 
 def return_no_views(linear: nn.Linear) -> None:
     """Let a Linear that is gathered by itself be followed by operations in place, as FSDP2 else warns of."""
-
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return without_base(forward(*args, **kwargs))
-
-    _wrap_forward(linear, run)
+    _wrap_forward(linear, lambda forward, *args, **kwargs: without_base(forward(*args, **kwargs)))
 
 
 def _autocast_without_section(dtype: torch.dtype) -> str:
@@ -276,9 +272,8 @@ def _is_one_of(module: nn.Module, classes: Iterable[type[nn.Module]]) -> bool:
 def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
     """Return a tree of tuples, lists and dicts with its tensors of `those` dtypes in `dtype`."""
     leaves, layout = tree_flatten(tree)
-    return tree_unflatten(
-        [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in those else leaf for leaf in leaves], layout
-    )
+    cast = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in those else leaf for leaf in leaves]
+    return tree_unflatten(cast, layout)
 
 
 def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:

@@ -209,23 +209,19 @@ def _bytes(
     """Return bytes per parameter of one shard by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
-    storage = {"none": memory, "cpu": "memory", "nvme": "nvme"}[zero.offload_param.device]
+    tier_of = {"none": memory, "cpu": "memory", "nvme": "nvme"}
+    storage = tier_of[zero.offload_param.device]
     if precision.kept_as:
         return {storage: precision.kept_as.itemsize}
-    if not param.requires_grad:
-        rest_dtype = MASTER_DTYPE[precision.master]
-        rest = 0 if rest_dtype is None or param.dtype is precision.storage else rest_dtype.itemsize
-        sizes = {memory: rest}
-        sizes[storage] = sizes.get(storage, 0) + precision.storage.itemsize
-        return sizes
-    gradient = {"none": memory, "cpu": "memory", "nvme": "nvme"}[config.offload_gradients.device]
-    state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
+    kept = [(storage, precision.storage.itemsize)]
+    if param.requires_grad:
+        state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
+        kept.append((tier_of[config.offload_gradients.device], precision.accumulate.itemsize))
+        kept.append((state, state_itemsize(precision.master, rule.states)))
+    elif (rest := MASTER_DTYPE[precision.master]) is not None and param.dtype is not precision.storage:
+        kept.append((memory, rest.itemsize))
     sizes = {memory: 0}
-    for tier, size in (
-        (storage, precision.storage.itemsize),
-        (gradient, precision.accumulate.itemsize),
-        (state, state_itemsize(precision.master, rule.states)),
-    ):
+    for tier, size in kept:
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes
 

@@ -76,9 +76,7 @@ class Peers:
         """Return the error to raise if a collective failed because another rank did; `error` itself, if it is that."""
         if isinstance(error, PeerError):
             return error
-        is_of_torch = isinstance(error, RuntimeError) and not isinstance(
-            error, OffloadError
-        )  # gloo has no kind of its own
+        is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, OffloadError)  # gloo has no own kind
         said = self._board.said() if is_of_torch and self._board is not None else ""
         return PeerError(said) if said else None
 

@@ -40,9 +40,6 @@ class Blocks(Protocol):
     def number_of(self, leaf: torch.Tensor) -> int:
         """Return the number of a parameter's block; -1 if there is no tier for it."""
 
-    def takes_gradient(self, leaf: torch.Tensor) -> bool:
-        """Return whether the gradient of a parameter comes to a tier when it arrives."""
-
     def land_gradients(self) -> None:
         """Wait for gradients that are on their way from a device."""
 

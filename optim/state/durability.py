@@ -89,9 +89,6 @@ class Durability:
 
     # Steps.
 
-    def begin_writing(self) -> None:
-        """Wait until extents may be chosen."""
-
     def in_order_of_reading(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
         """Return subgroups in the order in which a step had better go through them."""
         return list(slots)

@@ -117,7 +117,7 @@ class StepPipeline:
             load: False when all of the state is about to be overwritten; then a copy on the tier is not read.
             replay: False for whoever applies the log that is read with it; see `LogState.needs_replay`.
         """
-        window, slot = self._window(order, position), order[position]
+        window, slot = self.window(order, position), order[position]
         if for_change:
             self.start_writes()
         self._settle_finished()
@@ -161,7 +161,7 @@ class StepPipeline:
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
         """Note what is done and start reads of the first of `ahead`, without waiting. It raises as `acquire` does."""
         self._settle_finished(ahead[0] if ahead else None)
-        self._read_ahead(self._window(ahead, 0))
+        self._read_ahead(self.window(ahead))
         self.start_writes()
 
     def start_writes(self) -> None:
@@ -173,9 +173,17 @@ class StepPipeline:
             if slot.residency is Residency.DIRTY:
                 self._staging.start_write(slot)
 
-    def window(self, order: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """Return the first subgroups on NVMe, as many as there are staging buffers."""
-        return self._window(order, 0)
+    def window(self, order: Sequence[SlotRecord], position: int = 0) -> list[SlotRecord]:
+        """Return the subgroups on NVMe from `position` on, as many as there are staging buffers.
+
+        Between them come those with a buffer of their own that must be read first, or that are wanted now.
+        """
+        return window_of(
+            islice(order, position, None),
+            self.pool.num_buffers if self.pool else 0,
+            visits=lambda slot: slot.home.is_visited,
+            reads_alone=lambda slot: slot.home.memory is None and (slot is order[position] or slot.needs_read),
+        )
 
     def read_into_free_buffers(self, window: Sequence[SlotRecord], first: int) -> int:
         """Start reads of ``window[first:]`` as far as there are buffers, without waiting; return where to go on."""
@@ -285,18 +293,6 @@ class StepPipeline:
         """Let the memory go, and what waiting needs. Nothing may be under way any more."""
         self._staging.close()
 
-    def _window(self, order: Sequence[SlotRecord], position: int) -> list[SlotRecord]:
-        """Return the next subgroups on NVMe, as many as there are staging buffers.
-
-        Between them come those with a buffer of their own that must be read first, or that are wanted now.
-        """
-        return window_of(
-            islice(order, position, None),
-            self.pool.num_buffers if self.pool else 0,
-            visits=lambda slot: slot.home.is_visited,
-            reads_alone=lambda slot: slot.home.memory is None and (slot is order[position] or slot.needs_read),
-        )
-
     def _catch_up(self, slot: SlotRecord) -> None:
         """Apply the log. Where an exception cuts that short, the state is read again: it must not be done twice."""
         assert self.seal is not None
@@ -366,22 +362,21 @@ class StepPipeline:
 
 
 class HeldState(AbstractContextManager[Memory]):
-    """The state of one subgroup, outside a step; with `change` it is written back and waited for.
+    """The state of one subgroup, outside a step; it is written back and waited for.
 
     If the block raises, what is on NVMe stays as it was. Without `load` the block must set all of the state.
     """
 
-    def __init__(self, pipeline: StepPipeline, slot: SlotRecord, *, change: bool, load: bool = True) -> None:
-        self._pipeline, self._slot, self._change, self._load = pipeline, slot, change, load
+    def __init__(self, pipeline: StepPipeline, slot: SlotRecord, *, load: bool = True) -> None:
+        self._pipeline, self._slot, self._load = pipeline, slot, load
 
     def __enter__(self) -> Memory:
-        memory = self._pipeline.acquire([self._slot], 0, for_change=self._change, load=self._load)
-        if self._change:
-            self._pipeline.begin_change(self._slot)
+        memory = self._pipeline.acquire([self._slot], 0, load=self._load)
+        self._pipeline.begin_change(self._slot)
         return memory
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._change and kind is None:
+        if kind is None:
             self._pipeline.will_change(self._slot)
             self._pipeline.release(self._slot)
             self._pipeline.synchronize()

@@ -132,8 +132,8 @@ class RunRecord:
         now = {
             "seconds": time.time(),
             "steps": scalars["steps"],
-            "bytes_read": bytes_read(scalars),
-            "bytes_written": bytes_written(scalars),
+            "bytes_read": bytes_moved(scalars, "read"),
+            "bytes_written": bytes_moved(scalars, "written"),
             "drive_busy_seconds": scalars["drive_busy_seconds"],
         }
         since = {name: value - self._before[name] for name, value in now.items()} if self._before else None
@@ -179,14 +179,9 @@ KINDS = {"optimizer state": "", "parameters": "param_", "gradients": "grad_", "a
 """These kinds move to and from drives. The scalars of each have names that begin so."""
 
 
-def bytes_read(scalars: Mapping[str, float]) -> float:
-    """Return the bytes read, of all `KINDS`."""
-    return sum(scalars.get(f"{prefix}bytes_read", 0.0) for prefix in KINDS.values())
-
-
-def bytes_written(scalars: Mapping[str, float]) -> float:
-    """Return the bytes written, of all `KINDS`."""
-    return sum(scalars.get(f"{prefix}bytes_written", 0.0) for prefix in KINDS.values())
+def bytes_moved(scalars: Mapping[str, float], way: str) -> float:
+    """Return the bytes ``read`` or ``written``, of all `KINDS`."""
+    return sum(scalars.get(f"{prefix}bytes_{way}", 0.0) for prefix in KINDS.values())
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -383,13 +383,10 @@ class BlockTiers:
         return [(moving, False), ([group for group in groups if group not in moving and is_device(group.device)], True)]
 
     def _refuse(self) -> None:
-        name = "zero_optimization.offload_param" if self.params is not None else "offload_gradients"
+        name, device = "offload_gradients", self._config.offload_gradients.device
+        if self.params is not None:
+            name, device = "zero_optimization.offload_param", self._config.zero_optimization.offload_param.device
         what = "no parameter is a shard in parts, which could move; use initialize, or call split_parameters(model, "
-        device = (
-            self._config.offload_gradients.device
-            if self.params is None
-            else self._config.zero_optimization.offload_param.device
-        )
         raise ConfigError([f'{name}.device = "{device}": {what}fp32_too=True) before the optimizer is made'])
 
 

@@ -181,13 +181,11 @@ class GradTier:
             self._arrivals = Arrivals(device, self._locks)
         layouts = [block_layout((local_tensor(leaf).numel(), dtype) for leaf, dtype in params) for _, params in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks: Sequence[Block | HostBlock] = (
-            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
-        )
+        blocks: Sequence[Block | HostBlock]
+        blocks = host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
         for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
-            self._by_block[block] = [
-                Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in zip(params, offsets, strict=True)
-            ]
+            placed = zip(params, offsets, strict=True)
+            self._by_block[block] = [Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in placed]
         return blocks
 
     def _lock(self, buffers: BufferPool) -> None:
@@ -238,7 +236,7 @@ class GradTier:
     def _run(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             operator(partition.shaped(), *args, **kwargs)
-        self._take_sums(partition)
+        partition.take_sums(self._tile_sums)
 
     def land(self) -> None:
         """Wait for gradients on their way from a device, and for what follows when they land."""
@@ -322,13 +320,11 @@ class GradTier:
         partition.note_change()
         if self._arrivals is None or is_host(arrived.device):
             partition.shaped().copy_(arrived)
-            self._take_sums(partition)
+            partition.take_sums(self._tile_sums)
         else:
-            self._arrivals.fill(partition.block, partition.shaped(), arrived, partial(self._take_sums, partition))
+            take_sums = partial(partition.take_sums, self._tile_sums)
+            self._arrivals.fill(partition.block, partition.shaped(), arrived, take_sums)
         partition.become_grad()
-
-    def _take_sums(self, partition: Partition) -> None:
-        partition.take_sums(self._tile_sums)
 
     def _hold_open(self, block: Block | HostBlock) -> None:
         if self._closed:

@@ -25,7 +25,7 @@ def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, tra
     size_bytes = round_up(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
     reads = gathers * config.rounds + trainable
-    choice: tuple[Tier, ...] = _choice(config) if config.zero_optimization.offload_param.device == "nvme" else ("host",)
+    choice = _choice(config, config.zero_optimization.offload_param.device)
     return Unit(f"{PARAMS} of {name}", PARAMS, size_bytes, reads * size_bytes, trainable * size_bytes, choice)
 
 
@@ -49,7 +49,7 @@ def grad_unit(
     """
     size_bytes = round_up(block_layout(partitions)[1], page)
     moved = size_bytes * config.rounds if partitions else 0
-    choice: tuple[Tier, ...] = _choice(config) if config.offload_gradients.device == "nvme" else ("host",)
+    choice = _choice(config, config.offload_gradients.device)
     return Unit(f"{GRADS} of {name}", GRADS, size_bytes, moved, moved, choice)
 
 
@@ -65,5 +65,7 @@ def staging_unit(
     return Unit(f"{STAGING} of {kind}", STAGING, num_buffers * max([buffer_bytes, *sizes]), tiers=("host",))
 
 
-def _choice(config: OffloadConfig) -> tuple[Tier, ...]:
+def _choice(config: OffloadConfig, device: str | None) -> tuple[Tier, ...]:
+    if device != "nvme":
+        return ("host",)
     return ("nvme",) if config.host_budget is None else ("host", "nvme")

@@ -142,9 +142,8 @@ def paced(
         return [*notes, f"at most {LIMIT:g} times the bound: {within} of {len(found)}"]
 
     with TemporaryDirectory() as folder:
-        cells = _cells(
-            setup, OVERLAPS if overlap_step is None else [overlap_step], io_seconds, iterations, Path(folder)
-        )
+        overlaps = OVERLAPS if overlap_step is None else [overlap_step]
+        cells = _cells(setup, overlaps, io_seconds, iterations, Path(folder))
         title = "Iterations over a paced drive"
         run_experiment(f"hidden-step-{shape}", title, cells, with_verdict, save_to=save_to)
 
@@ -153,11 +152,12 @@ def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: in
     """Measure each schedule at each ratio, `count` iterations each: even, since directions of ``off`` alternate."""
     for overlap_step in overlaps:
         with paced_drive() as pace, setup.training(overlap_step, path) as training:
-            own = min(one.seconds for one in training.iterations(3))
+            model, own = training.engine.module, min(one.seconds for one in training.iterations(3))
+            assert isinstance(model, SleepingModel)
             for ratio in RATIOS:
                 for _ in range(ATTEMPTS):
                     pace.rate = math.inf
-                    compute_for(training, max(0.0, nvme / ratio - own))
+                    model.compute_for(max(0.0, nvme / ratio - own))
                     compute = median(one.seconds for one in training.iterations(3))
                     pace.rate = setup.bytes_moved(overlap_step) / nvme
                     taken, bound = training.iterations(1 + count)[1:], setup.bound(overlap_step, compute, nvme)
@@ -165,10 +165,3 @@ def _cells(setup: Setup, overlaps: Sequence[OverlapStep], nvme: float, count: in
                     if not row.figures["is_disturbed"]:
                         break
                 yield row
-
-
-def compute_for(training: Training, seconds: float) -> None:
-    """Let forward and backward of its model, which sleeps, take so long together."""
-    for module in training.engine.module.modules():
-        if isinstance(module, SleepingModel):
-            module.compute_for(seconds)

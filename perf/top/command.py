@@ -29,7 +29,7 @@ from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import format_bytes, format_rate
-from nvme_offload.optim.telemetry.run_record import KINDS, bytes_written, read_records
+from nvme_offload.optim.telemetry.run_record import KINDS, bytes_moved, read_records
 
 PARTS = {
     "computing": "iteration_compute_seconds",
@@ -122,7 +122,7 @@ def _now(record: Mapping[str, Any]) -> Table:
         table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds))
     depth, most = scalars["achieved_depth"], record["queue_depth"]
     table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most), record["engine"])
-    table.add_row("written by this run", format_bytes(round(bytes_written(scalars))))
+    table.add_row("written by this run", format_bytes(round(bytes_moved(scalars, "written"))))
     return table
 
 
@@ -202,9 +202,8 @@ def _together(runs: list[RunOnShow]) -> Iterator[Text]:
         of_runs[record["optimizer"], record["world_size"]][record["rank"]] = record
     for (optimizer, size), ranks in of_runs.items():
         if len(ranks) > 1:
-            numbers, hosts = (
-                ", ".join(map(str, sorted(each))) for each in (ranks, {r["host"] for r in ranks.values()})
-            )
+            numbers = ", ".join(map(str, sorted(ranks)))
+            hosts = ", ".join(sorted({str(record["host"]) for record in ranks.values()}))
             rates = [_rate(ranks.values(), f"bytes_{way}") for way in ("read", "written")]
             steps = min(record["scalars"]["steps"] for record in ranks.values())
             head = f"{optimizer}, ranks {numbers} of {size} on {hosts}: {steps} steps"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nvme_offload import ConfigError, SwapIOError, get_full_param, initialize
-from nvme_offload.optim.telemetry.run_record import bytes_written, read_records
+from nvme_offload.optim.telemetry.run_record import bytes_moved, read_records
 from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.failing_drive import Failing, Op
@@ -94,7 +94,7 @@ def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep)
     moved = kept.written_bytes, kept.read_bytes
     assert (scalars["activation_bytes_written"], scalars["activation_bytes_read"]) == moved
     assert scalars["activation_wait_seconds"] == kept.seconds_waiting > 0
-    assert bytes_written(scalars) > kept.written_bytes + scalars["param_bytes_written"]
+    assert bytes_moved(scalars, "written") > kept.written_bytes + scalars["param_bytes_written"]
 
 
 @pytest.mark.parametrize(("checkpointed", "keep"), each_value_once(["reentrant", "not reentrant"], KEEPS))
