@@ -65,15 +65,13 @@ def open_engine(name: str, options: EngineOptions) -> OpenedEngine:
     """
     if name != "auto":
         if name not in REGISTRY:
-            raise ValueError(
-                f"aio.engine = {name!r}: there is no such engine; choose one of auto, {', '.join(REGISTRY)}"
-            )
+            known = ", ".join(("auto", *REGISTRY))
+            raise ValueError(f"aio.engine = {name!r}: there is no such engine; choose one of {known}")
         try:
             return OpenedEngine(REGISTRY[name].open(options), "asked for")
         except EngineUnavailable as error:
-            raise EngineUnavailable(
-                f"aio.engine = {name!r}: {str(error).rstrip('.')}. Or set aio.engine to auto"
-            ) from error
+            refusal = str(error).rstrip(".")
+            raise EngineUnavailable(f"aio.engine = {name!r}: {refusal}. Or set aio.engine to auto") from error
     return _open_first(ENGINES, options, "")
 
 

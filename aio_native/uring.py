@@ -121,9 +121,8 @@ class UringEngine(Engine):
             )
         if files_error:
             refusals.append(f"registered files refused ({os.strerror(files_error)}): requests name plain descriptors")
-        return Registration(
-            buffers=bool(buffers) and not buffers_error, files=bool(fds) and not files_error, refusals=tuple(refusals)
-        )
+        has_buffers, has_files = bool(buffers) and not buffers_error, bool(fds) and not files_error
+        return Registration(buffers=has_buffers, files=has_files, refusals=tuple(refusals))
 
     def drain(self) -> None:
         """Wait until nothing is under way."""

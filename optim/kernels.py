@@ -193,9 +193,8 @@ class KernelPool:
         if isa is not None and isa not in isas:
             raise ValueError(f"isa {isa!r} is not available on this machine; available: {', '.join(isas)}")
         self._isa = isa or isas[-1]
-        self._threads = _kernels.ThreadPool(
-            num_threads=len(os.sched_getaffinity(0)) if num_threads is None else num_threads
-        )
+        num_threads = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
+        self._threads = _kernels.ThreadPool(num_threads=num_threads)
 
     @property
     def isa(self) -> str:

@@ -47,7 +47,6 @@ def _asks(config: OffloadConfig, name: str) -> bool:
 
 def part_for_optimizer(config: OffloadConfig) -> OffloadConfig:
     """Return what `initialize` hands on to the optimizer it makes: nothing that it honours itself."""
-    given = {
-        name: getattr(config, name) for name in (*BY_OPTIMIZER, "gradient_accumulation_steps", "micro_batch_order")
-    }
+    names = (*BY_OPTIMIZER, "gradient_accumulation_steps", "micro_batch_order")
+    given = {name: getattr(config, name) for name in names}
     return OffloadConfig.model_construct(_fields_set=set(BY_OPTIMIZER), **given)

@@ -195,9 +195,8 @@ class _Reader:
             if key not in homes:
                 yield key, value
             elif key in model.model_fields:
-                moved = (
-                    [rest for rest in value if f"{key}.{rest}" in model.SPELLINGS] if isinstance(value, Mapping) else []
-                )
+                inside = value if isinstance(value, Mapping) else ()
+                moved = [rest for rest in inside if f"{key}.{rest}" in model.SPELLINGS]
                 yield key, {rest: inner for rest, inner in value.items() if rest not in moved} if moved else value
                 yield from ((f"{key}.{rest}", value[rest]) for rest in moved)
             elif value is not None:
@@ -221,9 +220,7 @@ class _Reader:
     def _nearest(self, prefix: str, name: str) -> str:
         """Say where an unknown key belongs, or which known key it is nearest to; in an open section perhaps nothing."""
         models = dict(sections(self.root))
-        names = {
-            home: [*model.model_fields, *model.SPELLINGS, *model.IGNORED, *model.ONLY] for home, model in models.items()
-        }
+        names = {home: [*of.model_fields, *of.SPELLINGS, *of.IGNORED, *of.ONLY] for home, of in models.items()}
         is_open = models[prefix].IS_OPEN
         homes = [home for home in names if name in names[home]]
         if homes and not (is_open and all(name in models[home].IGNORED for home in homes)):

@@ -168,9 +168,8 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
     _check("tables", about.get("tables"), isinstance(about.get("tables"), dict))
     at, tables = 8 + size, {}
     for name, shape in about["tables"].items():
-        is_shape = (
-            isinstance(shape, list) and len(shape) == 2 and all(type(side) is int and side >= 0 for side in shape)
-        )
+        is_pair = isinstance(shape, list) and len(shape) == 2
+        is_shape = is_pair and all(type(side) is int and side >= 0 for side in shape)
         size_bytes = _TABLE.itemsize * shape[0] * shape[1] if is_shape else -1
         _check(f"tables.{name}", shape, 0 <= size_bytes <= len(body) - at)
         tables[name] = np.frombuffer(body[at : at + size_bytes], _TABLE).reshape(shape).copy()

@@ -183,9 +183,8 @@ class ExtentRing:
     def open_sealed(self, slot: int, written: Written, memory: Memory) -> Sums:
         """Check the trailer of a part of a chain that was read, or raise CorruptionError; returns its bytes' sums."""
         what = f"the {'base' if written.content == self.slots[slot].layout.base else 'log'} of slot {slot}"
-        return open_sealed(
-            memory, written.content, written.sealed_as, written.root, path=self.path_of(written), what=what
-        )
+        path = self.path_of(written)
+        return open_sealed(memory, written.content, written.sealed_as, written.root, path=path, what=what)
 
     def path_of(self, written: Written) -> str:
         """Return the file in which a write begins."""
@@ -305,15 +304,13 @@ class ExtentRing:
         """
         known = {stripes: extent for stripes, (_, extent) in self._known().items()}
         if over := self.written_over(tables):
-            raise ResumeError(
-                where, f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
-            )
+            what = f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
+            raise ResumeError(where, what)
         chains = self._rows.read(tables, layouts, known, where=where)
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
-        self.turn = self.sequence + turns_behind(
-            self.sequence, ((s.layout.period, s.phase, len(s.current.log)) for s in self.slots)
-        )
+        turns = [(slot.layout.period, slot.phase, len(slot.current.log)) for slot in self.slots]
+        self.turn = self.sequence + turns_behind(self.sequence, turns)
         self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
         self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
 

@@ -415,12 +415,9 @@ def _check_devices(paths: Sequence[Path], copies: int) -> None:
             other, first = seen.setdefault(device, (copy, path))
             if other != copy:
                 key = "zero_optimization.offload_optimizer"
-                raise ConfigError(
-                    [
-                        f"{key}.copies = {copies}: {first} and {path} of {key}.nvme_path are on one device, and copies "
-                        "have to be on drives of their own; name a folder on another drive, or write copies = 1"
-                    ]
-                )
+                what = f"{key}.copies = {copies}: {first} and {path} of {key}.nvme_path are on one device"
+                remedy = "name a folder on another drive, or write copies = 1"
+                raise ConfigError([f"{what}, and copies have to be on drives of their own; {remedy}"])
 
 
 def _rank() -> int:

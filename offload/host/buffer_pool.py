@@ -70,13 +70,9 @@ class BufferPool:
         self.buffer_bytes = round_up(buffer_bytes, HostRegion(1).size_bytes)
         self.num_buffers = num_buffers
         self._regions = _map_regions(num_buffers, self.buffer_bytes)
-        places = [
-            (region, offset) for region in self._regions for offset in range(0, region.size_bytes, self.buffer_bytes)
-        ]
-        self._buffers = [
-            StagingBuffer(self, place, region, offset, self.buffer_bytes)
-            for place, (region, offset) in enumerate(places)
-        ]
+        size = self.buffer_bytes
+        places = [(region, offset) for region in self._regions for offset in range(0, region.size_bytes, size)]
+        self._buffers = [StagingBuffer(self, number, *place, size) for number, place in enumerate(places)]
         self._owners: list[BufferOwner | None] = [None] * num_buffers
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
         self._released = threading.Condition(self._lock)

@@ -188,9 +188,8 @@ def _lazy_view(func: Any, source: SplitTensor, args: tuple[Any, ...], kwargs: di
     shapes, views = func(source._meta(), *args, **kwargs), source._source.views
     if isinstance(shapes, torch.Tensor):
         return SplitTensor(source.parts, shapes, (*views, _View(func, args, kwargs, None)))
-    return [
-        SplitTensor(source.parts, shape, (*views, _View(func, args, kwargs, item))) for item, shape in enumerate(shapes)
-    ]
+    items = [(shape, _View(func, args, kwargs, number)) for number, shape in enumerate(shapes)]
+    return [SplitTensor(source.parts, shape, (*views, view)) for shape, view in items]
 
 
 def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -48,9 +48,7 @@ class DriveCopies:
         """The copies, as they are to be read: last those that were lost before."""
         self._said: set[int] = set()
         """Copies of which it was said that they are lost."""
-        self._place_of = {
-            file.fd: (copy, place) for copy, of_copy in enumerate(files) for place, file in enumerate(of_copy)
-        }
+        self._place_of = {file.fd: (copy, at) for copy, of_copy in enumerate(files) for at, file in enumerate(of_copy)}
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
 
     @property

@@ -75,9 +75,8 @@ class EngineInUse:
     def stats(self) -> EngineStats:
         """Add up the counters of all engines there were."""
         stats = [opened.engine.stats() for opened in self.opened]
-        return EngineStats(
-            **{name: sum(getattr(each, name) for each in stats) for name in EngineStats.__dataclass_fields__}
-        )
+        names = EngineStats.__dataclass_fields__
+        return EngineStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
 
     def close(self) -> None:
         """Wait for what is under way and close every engine. Idempotent."""

@@ -159,9 +159,8 @@ class DeviceTier(MemoryTier):
         try:
             return DeviceRegion(size_bytes, self.device)
         except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{self.device} has no {format_bytes(size_bytes)} left for optimizer state: lower device_budget"
-            ) from error
+            what = f"{self.device} has no {format_bytes(size_bytes)} left for optimizer state"
+            raise MemoryError(f"{what}: lower device_budget") from error
 
 
 def done_at_once(op: Op, buffer: StagingBuffer) -> Transfer[StagingBuffer]:

@@ -99,9 +99,8 @@ def plan_tiers(units: Iterable[Unit], budgets: Mapping[Tier, int]) -> TierPlan:
         if fixed in left:
             left[fixed] -= unit.size_bytes
     for tier in TIERS:
-        moves = {
-            i: units[i].moved_per_byte for i, fixed in enumerate(tiers) if fixed is None and tier in units[i].tiers
-        }
+        undecided = [i for i, fixed in enumerate(tiers) if fixed is None and tier in units[i].tiers]
+        moves = {i: units[i].moved_per_byte for i in undecided}
         for most in sorted(set(moves.values()), reverse=True):
             candidates = [i for i, moved in moves.items() if moved == most]
             sizes = [units[i].size_bytes for i in candidates]

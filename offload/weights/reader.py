@@ -259,9 +259,8 @@ def _shard_beside(index: Path, place: str) -> Path:
             inside = False
         file.is_file()
     except OSError as error:
-        raise WeightsError(
-            index, f"names the file {_shortened(place)}, which cannot be opened: {error.strerror}"
-        ) from error
+        what = f"names the file {_shortened(place)}, which cannot be opened: {error.strerror}"
+        raise WeightsError(index, what) from error
     if not inside:
         what = f"names the file {_shortened(place)}, which is not in its folder"
         raise WeightsError(index, f"{what}: an index may only name files beside it; do not trust its source")

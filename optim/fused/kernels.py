@@ -283,10 +283,8 @@ def tile_sq_sums(grad: torch.Tensor) -> torch.Tensor:
     """Return the sums of squares of every tile of a flat gradient, fp64 [num_tiles] there: the CPU's."""
     sums = torch.empty(num_tiles(grad.numel()), dtype=torch.float64, device=grad.device)
     if len(sums):
-        is_bf16 = grad.dtype is torch.bfloat16
-        _sum_tile[(len(sums),)](
-            _bits(grad, but=torch.float16), sums, grad.numel(), is_bf16, num_warps=1, enable_fp_fusion=False
-        )
+        bits, is_bf16 = _bits(grad, but=torch.float16), grad.dtype is torch.bfloat16
+        _sum_tile[(len(sums),)](bits, sums, grad.numel(), is_bf16, num_warps=1, enable_fp_fusion=False)
     return sums
 
 

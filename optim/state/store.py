@@ -171,9 +171,8 @@ class StateStore(StepState):
             return
         self.plan = self._plan(subgroups, [])
         tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
-        moving = [
-            group for group, tier in zip(subgroups, tiers, strict=True) if tier == "nvme" or self.durability.takes_all
-        ]
+        takes_all = self.durability.takes_all
+        moving = [group for group, tier in zip(subgroups, tiers, strict=True) if takes_all or tier == "nvme"]
         self._check_room(self.durability.space_of(moving))
 
     def _fix_budget(self) -> None:

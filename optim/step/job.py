@@ -94,10 +94,8 @@ class StepJob:
             return False
         while source is not None and source.take_in(record):
             pass
-        due = filter(self._takes_turns, record.pending)
-        slots = [
-            slot for slot in due if block in (None, slot.subgroup.block) and (source is None or source.allows(slot))
-        ]
+        due = [slot for slot in record.pending if self._takes_turns(slot) and block in (None, slot.subgroup.block)]
+        slots = [slot for slot in due if source is None or source.allows(slot)]
         slots = [slot for slot in slots if slot.subgroup.block == slots[0].subgroup.block]
         with DeferredInterrupt() as interrupt, store.pipeline.pausing(interrupt.deliver), store.pipeline.reads_first():
             for slot in slots:

@@ -156,9 +156,8 @@ def sums_on_device(grad: torch.Tensor, fused: Fused) -> torch.Tensor:
         sums: torch.Tensor = kernels.tile_sq_sums(grad)
         return sums
     whole = grad.numel() // TILE_NUMEL * TILE_NUMEL
-    parts = [
-        piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in torch.split(grad[:whole], _SQUARED_AT_ONCE)
-    ]
+    pieces = torch.split(grad[:whole], _SQUARED_AT_ONCE)
+    parts = [piece.view(-1, TILE_NUMEL).double().square_().sum(1) for piece in pieces]
     if whole < grad.numel():
         parts.append(grad[whole:].double().square_().sum().view(1))
     return torch.cat(parts) if len(parts) > 1 else parts[0]

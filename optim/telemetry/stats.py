@@ -201,9 +201,8 @@ class OptimizerStats:
         Args:
             prefix: put before each name: ``offload/`` makes them one section of TensorBoard.
         """
-        known = {
-            name: math.nan if value is None else value for name, value in vars(self).items() if name not in _NO_NUMBERS
-        }
+        known = {name: value for name, value in vars(self).items() if name not in _NO_NUMBERS}
+        known = {name: math.nan if value is None else value for name, value in known.items()}
         numbers = {name: value for name, value in known.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
 

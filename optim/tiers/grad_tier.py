@@ -181,8 +181,9 @@ class GradTier:
             self._arrivals = Arrivals(device, self._locks)
         layouts = [block_layout((local_tensor(leaf).numel(), dtype) for leaf, dtype in params) for _, params in groups]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks: Sequence[Block | HostBlock]
-        blocks = host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
+        blocks: Sequence[Block | HostBlock] = (
+            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
+        )
         for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
             placed = zip(params, offsets, strict=True)
             self._by_block[block] = [Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in placed]

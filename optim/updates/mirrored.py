@@ -73,10 +73,8 @@ class MirroredRuns:
 
     def leave(self, queue: CopyQueue) -> None:
         """Start copies of the parameters to the device."""
-        copies = self.copies.values()
-        self.left = queue.copy_all(
-            (copy.there, copy.param) for copy in copies if copy.there is not None and copy.param is not None
-        )
+        pairs = [(copy.there, copy.param) for copy in self.copies.values()]
+        self.left = queue.copy_all((there, own) for there, own in pairs if there is not None and own is not None)
 
     def _view(self, run: Run, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
         return self._region.view(dtype, start + run.at * dtype.itemsize, run.numel)

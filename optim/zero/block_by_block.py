@@ -55,9 +55,8 @@ class BlockByBlock:
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], device: torch.device, keeper: Keeper) -> None:
         if is_compiled(root):
-            raise BlockOrderError(
-                RuntimeError("the whole model is compiled: compile its blocks one by one, with block.compile()")
-            )
+            what = "the whole model is compiled: compile its blocks one by one, with block.compile()"
+            raise BlockOrderError(RuntimeError(what))
         names = {module: name for name, module in root.named_modules()}
         self._root = root
         self._names = {block: names[block] for block in blocks}

@@ -146,10 +146,9 @@ class BlockCall:
         with `looks` also another result in `backward`, and what no version counter tells of.
         """
         # With a graph, which ends here: operators choose kernels by whether somebody will need a gradient.
-        leaves = [
-            leaf.detach().requires_grad_() if at in self._sources else leaf for at, leaf in enumerate(self._leaves)
-        ]
-        self.arguments.stand_ins.extend(weakref.ref(leaves[at]) for at in self._sources)
+        sources = self._sources
+        leaves = [leaf.detach().requires_grad_() if at in sources else leaf for at, leaf in enumerate(self._leaves)]
+        self.arguments.stand_ins.extend(weakref.ref(leaves[at]) for at in sources)
         self.check_arguments()
         buffers = Buffers(self.block.named_modules())
         before, device = random_states(self._random.device), self._random.device

@@ -124,9 +124,8 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
                 break
     if problems:
         raise ConfigError(problems)
-    layout = repr(
-        [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
-    )
+    named = model.named_parameters()
+    layout = repr([(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in named])
     digest = hashlib.sha256(layout.encode()).hexdigest()
     (first_rank, own), *models = gather(digest, *roles.data_parallel.get_all_groups()).items()
     for rank, other in models:

@@ -106,9 +106,8 @@ def peak_row(way: Way, depths: Sequence[int], width: int, context: int, path: Pa
             peak, digest = child.finish("peak")
         peaks.append(peak)
         digests.append(digest)
-    shown = {"way": way} | {
-        f"{layers} layers, MiB": f"{peak / MiB:.0f}" for layers, peak in zip(depths, peaks, strict=True)
-    }
+    of_depths = zip(depths, peaks, strict=True)
+    shown = {"way": way} | {f"{layers} layers, MiB": f"{peak / MiB:.0f}" for layers, peak in of_depths}
     growth = max(peaks) / min(peaks)
     return Row(shown | {"most / least": f"{growth:.2f}"}, {"peaks": peaks, "growth": growth, "digests": digests})
 

@@ -204,9 +204,8 @@ def plan_check(
 
 def _within(found: list[Row]) -> list[str]:
     wanted = {"bytes": WANTED_BYTES, "time": WANTED_TIME}
-    within = {
-        name: sum(abs(one.figures[f"{name}_ratio"] - 1) <= most for one in found) for name, most in wanted.items()
-    }
+    figures = [one.figures for one in found]
+    within = {name: sum(abs(each[f"{name}_ratio"] - 1) <= most for each in figures) for name, most in wanted.items()}
     return [f"{name} within {wanted[name]:.0%}: {count} of {len(found)}" for name, count in within.items()]
 
 

@@ -89,9 +89,8 @@ def check_space(path: Path, needed: int) -> None:
     system = os.statvfs(path)
     free = system.f_bavail * system.f_frsize
     if free < needed:
-        raise KnobError(
-            "size", f"{path} has {format_bytes(free)} free and {format_bytes(needed)} is needed; nothing was written"
-        )
+        what = f"{path} has {format_bytes(free)} free and {format_bytes(needed)} is needed; nothing was written"
+        raise KnobError("size", what)
 
 
 def check_folder(knob: str, path: Path) -> None:

@@ -157,9 +157,8 @@ class _Rehearsal:
                 self.cache.order.end_step(order)
         finally:
             self.cache.close()
-        return StepTraffic(
-            {phase: Traffic(self._read[phase], self._written[phase]) * (1 / COUNTED_STEPS) for phase in PHASES}
-        )
+        counted = {phase: Traffic(self._read[phase], self._written[phase]) for phase in PHASES}
+        return StepTraffic({phase: traffic * (1 / COUNTED_STEPS) for phase, traffic in counted.items()})
 
     def _update(self, order: Sequence[int], phase: Phase, *, changes: bool) -> None:
         self.phase, cache = phase, self.cache

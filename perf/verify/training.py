@@ -162,9 +162,8 @@ def birth(site: Site) -> Found:
                 config = section(drive, **BF16)
                 config["zero_optimization"]["offload_param"] = {"device": where, "nvme_path": str(drive)}
                 with initialize(model, config, mesh=default_mesh(site.device)) as engine:
-                    weights.append(
-                        {name: get_full_param(each).cpu() for name, each in engine.module.named_parameters()}
-                    )
+                    named = engine.module.named_parameters()
+                    weights.append({name: get_full_param(each).cpu() for name, each in named})
         must_equal(weights[0], weights[1], f"parameters on {where}")
     return Found("on the device, in host memory and on NVMe: the same weights", {})
 
