@@ -101,14 +101,13 @@ class PyuringThread(OwnerThread):
 
     def _first(self, timeout: float | None) -> tuple[int, int] | None:
         """The first completion as (tag, result); None when there is none within `timeout` seconds."""
-        first: tuple[int, int] | None
+        first: tuple[int, int] | None = None
         if timeout is None:
             try:
                 first = self._ring.wait_completion()
             except self._binding.UringError as error:
                 if error.errno not in _TRANSIENT:
                     raise
-                first = None
         else:
             self._poll.poll(timeout * 1000)  # the binding cannot wait with a limit
             first = self._ring.peek_completion()

@@ -141,7 +141,8 @@ class SwapIOError(OSError):
         return f"{what}: {name}, {self.strerror}; {self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **{name: getattr(self, name) for name in self._arguments}), (), self.__dict__
+        arguments = {name: getattr(self, name) for name in self._arguments}
+        return partial(type(self), **arguments), (), self.__dict__
 
 
 class EngineLostError(SwapIOError):

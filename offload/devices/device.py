@@ -39,7 +39,8 @@ def is_device(device: torch.device | str) -> bool:
     kind = torch.device(device).type
     if kind == HOST.type:
         return False
-    return all(hasattr(getattr(torch, kind, None), name) for name in _NEEDED)
+    module = getattr(torch, kind, None)
+    return all(hasattr(module, name) for name in _NEEDED)
 
 
 def may_run_triton(device: torch.device) -> bool:
@@ -192,7 +193,8 @@ class CopyQueue:
         assert target.dtype is source.dtype
         target.copy_(source, non_blocking=True)
         if not kept:
-            (source if is_host(target.device) else target).record_stream(self._stream)
+            on_device = source if is_host(target.device) else target
+            on_device.record_stream(self._stream)
 
     def computing(self) -> AbstractContextManager[object]:
         """Have operators of this thread run among the copies, in the order in which both are queued."""

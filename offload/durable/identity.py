@@ -56,7 +56,8 @@ def differences(committed: Identity, own: Identity) -> list[str]:
 def _walk(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         names = [*before, *(name for name in now if name not in before)]
-        found = [_walk(before.get(name), now.get(name), f"{where}.{name}" if where else str(name)) for name in names]
+        places = {name: f"{where}.{name}" if where else str(name) for name in names}
+        found = [_walk(before.get(name), now.get(name), place) for name, place in places.items()]
         return [line for lines in found for line in lines]
     if _is_list(before) and _is_list(now) and len(before) == len(now):
         found = [_walk(*pair, f"{where}[{place}]") for place, pair in enumerate(zip(before, now, strict=True))]

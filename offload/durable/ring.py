@@ -311,8 +311,10 @@ class ExtentRing:
         _take_turns(self.slots)
         turns = [(slot.layout.period, slot.phase, len(slot.current.log)) for slot in self.slots]
         self.turn = self.sequence + turns_behind(self.sequence, turns)
-        self._rows.take(tables, len(layouts), max((layout.period for layout in layouts), default=1) - 1)
-        self._refill(known, [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older])
+        longest_log = max((layout.period for layout in layouts), default=1) - 1
+        self._rows.take(tables, len(layouts), longest_log)
+        stripes_of = [{stripes for _, stripes, _ in self._rows.writes_of(other)} for other in older]
+        self._refill(known, stripes_of)
 
     def _refill(self, known: Mapping[Stripes, Extent], older: Sequence[set[Stripes]]) -> None:
         """Begin with another pool: what is there and no slot has waits there, as far as slots can use it."""

@@ -124,4 +124,5 @@ def check_sums(expected: torch.Tensor, actual: torch.Tensor, *, path: str, what:
 
 
 def _root(trailer: torch.Tensor) -> int:
-    return int.from_bytes(hashlib.blake2b(trailer.numpy().data, digest_size=8).digest(), "little", signed=True)
+    digest = hashlib.blake2b(trailer.numpy().data, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

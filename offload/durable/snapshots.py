@@ -147,7 +147,8 @@ class Snapshots(Mapping[str, Manifest]):
         They are those of the moment when the damage was found, which is written down; `sizes` are those of now.
         """
         files = [file for of_name in self.unreadable.values() for file in of_name]
-        digests = {hashlib.blake2b(read_in(self._folder, file.name), digest_size=16).hexdigest() for file in files}
+        contents = (read_in(self._folder, file.name) for file in files)
+        digests = {hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents}
         noted = {digest: held for digest, held in self._noted().items() if len(held) == len(sizes)}
         if new := digests - noted.keys():
             noted |= {digest: list(sizes) for digest in new}

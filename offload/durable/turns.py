@@ -55,12 +55,9 @@ def num_needed(num_slots: int, period: int) -> tuple[int, int]:
     those that the next one adds, where they are most.
     """
     in_phase = Counter(slot % period for slot in range(num_slots))
-    entries = max(
-        sum(
-            number * (age + (age < period - 1))
-            for phase, number in in_phase.items()
-            for age in [(phase + turn) % period]
-        )
-        for turn in range(period)
-    )
-    return num_slots + -(-num_slots // period), entries
+
+    def entries_in(turn: int) -> int:
+        ages = [((phase + turn) % period, number) for phase, number in in_phase.items()]
+        return sum(number * (age + (age < period - 1)) for age, number in ages)
+
+    return num_slots + -(-num_slots // period), max(map(entries_in, range(period)))

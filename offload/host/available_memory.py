@@ -103,4 +103,5 @@ def auto_host_budget() -> int:
 
 def auto_budget(available: int, num_ranks: int) -> int:
     """Return the share of one of `num_ranks` ranks on a host with `available` bytes, less the reserve."""
-    return max(0, available - max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))) // num_ranks
+    reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))
+    return max(0, available - reserve) // num_ranks

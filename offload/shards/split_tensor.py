@@ -211,7 +211,8 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = tree_unflatten([join(leaf) for leaf in leaves], layout)
     result = func(*plain_args, **plain_kwargs)
     changed = [leaf for leaf in written_tensors(func, args, kwargs) if isinstance(leaf, SplitTensor)]
-    for key, parts in {id(leaf.parts): leaf.parts for leaf in changed}.items():
+    written = {id(leaf.parts): leaf.parts for leaf in changed}
+    for key, parts in written.items():
         parts.write(bases[key])
     originals = {id(joined[id(leaf)]): leaf for leaf in leaves if isinstance(leaf, SplitTensor)}
     results, result_layout = tree_flatten(result)

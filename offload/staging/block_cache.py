@@ -322,7 +322,8 @@ class BlockCache:
             clean = self._clean()
             if clean:
                 # The one needed last: not soon at all, then the last of those that are.
-                self._give_up_buffer(max(clean, key=lambda other: window.index(other) if other in window else 1 << 30))
+                last = max(clean, key=lambda other: window.index(other) if other in window else 1 << 30)
+                self._give_up_buffer(last)
             elif any(other.transfer for other in self.residents if not other.holds):
                 self._await_completion()
                 self._settle_finished(report_writes=written_again)

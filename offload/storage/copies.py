@@ -83,7 +83,8 @@ class DriveCopies:
         """Return what is to be moved of the first copy's files: from one copy, or to all that are written."""
         if not self.several:
             return list(segments)
-        files = [self.files[copy] for copy in (self.whole[:1] if op is Op.READ else self.written)]
+        copies = self.whole[:1] if op is Op.READ else self.written
+        files = [self.files[copy] for copy in copies]
         return [s._replace(fd=of_copy[self._place_of[s.fd][1]].fd) for of_copy in files for s in segments]
 
     def each(

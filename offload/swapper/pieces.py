@@ -60,7 +60,8 @@ class StoredValue(NamedTuple):
 def piece_starts(size_bytes: int, num_buffers: int, buffer_bytes: int, alignment: int) -> range:
     """Return where the pieces of a tensor begin; the range's step is their size. `buffer_bytes` must be aligned."""
     even_share = -(-size_bytes // num_buffers // alignment) * alignment
-    return range(0, size_bytes, min(max(even_share, MIN_PIECE_BYTES), MAX_PIECE_BYTES, buffer_bytes))
+    piece_bytes = min(max(even_share, MIN_PIECE_BYTES), MAX_PIECE_BYTES, buffer_bytes)
+    return range(0, size_bytes, piece_bytes)
 
 
 def spans(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:

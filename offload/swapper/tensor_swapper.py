@@ -187,7 +187,8 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
             if self._scheduler.prefetched_bytes + spec.size_bytes > self.prefetch_budget:
                 return False
             pinned_for = None if is_host(spec.device) or not self.pool.pinned else spec.device
-            self._scheduler.enqueue(Prefetch(record, new_host_tensor(spec.shape, spec.dtype, pinned_for)))
+            target = new_host_tensor(spec.shape, spec.dtype, pinned_for)
+            self._scheduler.enqueue(Prefetch(record, target))
             return True
 
     def evict(self, name: str) -> None:

@@ -82,7 +82,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.is_floating_point() and tensor.itemsize == 1:
-        return sharded_like(local_tensor(tensor).view(torch.uint8), tensor).full_tensor().view(tensor.dtype)
+        as_bytes = sharded_like(local_tensor(tensor).view(torch.uint8), tensor)
+        return as_bytes.full_tensor().view(tensor.dtype)
     return tensor.full_tensor()
 
 

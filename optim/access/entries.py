@@ -82,8 +82,11 @@ def has_entries(body: StateBody, index: int, given: Mapping[str, Any]) -> bool:
     """Return whether a parameter has these entries already, bit for bit. ValueError: one is unfit."""
     with body.at_rest():
         held = read_entries(body, {index: given})[index] | {"step": body.table[index].steps}
-        flat = [[_check_entry(body, index, name, entries[name]).float() for name in given] for entries in (held, given)]
-        return all(torch.equal(*(values.view(torch.int32) for values in pair)) for pair in zip(*flat, strict=True))
+
+        def bits(entries: Mapping[str, Any]) -> list[torch.Tensor]:
+            return [_check_entry(body, index, name, entries[name]).float().view(torch.int32) for name in given]
+
+        return all(map(torch.equal, bits(held), bits(given)))
 
 
 def set_entries(body: StateBody, given: Mapping[int, Mapping[str, Any]]) -> None:

@@ -21,16 +21,12 @@ def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict
     members = [] if store.has_let_go else store.table.members(groups)
     records = {numbers[record.leaf]: record for record in members if store.has_state(record)}
     tensors = read_entries(store, {record.index: record.shown_names for record in records.values()})
-    return {
-        "state": {
-            number: {
-                **({"step": torch.tensor(float(record.steps), device="cpu")} if record.rule.counts_steps else {}),
-                **tensors[record.index],
-            }
-            for number, record in records.items()
-        },
-        "param_groups": [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups],
-    }
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for number, record in records.items():
+        step = {"step": torch.tensor(float(record.steps), device="cpu")} if record.rule.counts_steps else {}
+        state[number] = step | tensors[record.index]
+    numbered = [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": numbered}
 
 
 def matched_state(

@@ -43,7 +43,8 @@ class Share:
 
     def rest(self) -> None:
         """Rest after a piece of the work, in proportion to the time that it took."""
-        self._hurried.wait((time.monotonic() - self._begun) * (1 / self._share - 1))
+        worked = time.monotonic() - self._begun
+        self._hurried.wait(worked * (1 / self._share - 1))
         self._begun = time.monotonic()
 
     def hurry(self) -> None:

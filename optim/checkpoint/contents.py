@@ -83,7 +83,8 @@ class Contents:
     def add_param(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
         """Take on a parameter of this whole shape that has state; `tier_items` says where the two lie."""
         self.add(Kind(shape, torch.float32), MODEL, name)
-        self.items += plain_items(self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step"), step)
+        step_name = self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step")
+        self.items += plain_items(step_name, step)
         for state in rule.states:
             self.add(Kind(shape, state.dtype), OPTIMIZER, name, state.name)
 
@@ -102,7 +103,8 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
             contents.steps[record.index] = torch.tensor(float(record.steps), device="cpu")
             contents.add_param(name, value.shape, contents.steps[record.index], record.rule)
         else:  # a buffer, or frozen from the start: it has no state
-            contents.items.extend(plain_items(contents.add(Kind(value.shape, value.dtype), MODEL, name), value))
+            full_name = contents.add(Kind(value.shape, value.dtype), MODEL, name)
+            contents.items.extend(plain_items(full_name, value))
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")

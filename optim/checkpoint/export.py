@@ -48,7 +48,8 @@ def weights_of(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return name and whole value of each parameter and buffer, one at a time; see `export_safetensors`."""
     tensors = dict(weight_items(model))
-    dtypes = dtypes_in_files(dtype, own, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    dtypes = dtypes_in_files(dtype, own, shapes)
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -135,4 +136,5 @@ def checked_cast(name: str, source: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 def _num_infinite(tensor: torch.Tensor) -> int:
     """Count the infinite elements in this rank's part of a tensor."""
-    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).isinf().sum())
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.isinf().sum())

@@ -296,7 +296,8 @@ def find(root: Path, tag: str | None) -> Path | None:
 def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
     """List every file with its size and digest, and the digest of that list."""
     files = {name: record.as_json() for name, record in sorted(records.items())}
-    write_durably(folder / MANIFEST, json.dumps({"files": files, "sha256": _digest(files)}, indent=1).encode())
+    listed = json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
+    write_durably(folder / MANIFEST, listed.encode())
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:

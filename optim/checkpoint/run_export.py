@@ -142,7 +142,8 @@ def _contents_of(step: CommittedStep) -> Contents:
                 contents.add_param(param.name, param.part.whole, steps.float(), param.rule)
                 contents.group_names[param.group].append(param.name)
     for name, buffer in _buffers_of(step).items():
-        contents.items.extend(plain_items(contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name), buffer))
+        full_name = contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name)
+        contents.items.extend(plain_items(full_name, buffer))
     found = {(item.name, item.chunk.saved.offsets): item for item in contents.items}
     for item in chain.from_iterable(map(_items_of, step.ranks)):
         found.setdefault((item.name, item.chunk.saved.offsets), item)  # ranks may have copies

@@ -56,7 +56,8 @@ class CheckpointSite:
             return cls(training.group)
         hosts = [*gather(socket.gethostname(), training.group).values()]
         own = hosts[dist.get_rank(training.group)]
-        return cls(training.group, tuple(sorted({hosts.index(host) for host in hosts})), hosts.index(own), own)
+        keepers = sorted({hosts.index(host) for host in hosts})
+        return cls(training.group, tuple(keepers), hosts.index(own), own)
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank gives."""

@@ -146,7 +146,8 @@ class Resumption:
 
     def _refuse_other_places(self) -> None:
         """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
-        if said := misplaced(self._ranks.gather(self._ranks.together(partial(Reach.of, self._store.config)))):
+        reach = self._ranks.together(partial(Reach.of, self._store.config))
+        if said := misplaced(self._ranks.gather(reach)):
             raise ResumeError(self._run.folder, f"cannot be resumed: {said}. Nothing of it has changed")
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
@@ -173,10 +174,11 @@ class Resumption:
         if common and not have_parted:
             return
         what = "steps of different histories" if common else "no step that all ranks have of one history"
+        offers = "; ".join(f"rank {rank} has {offer}" for rank, offer in of_all.items())
         raise ResumeError(
             self._run.folder,
-            f"has {what}: {'; '.join(f'rank {rank} has {offer}' for rank, offer in of_all.items())}. Nothing has "
-            "changed. A folder may be older than the others, as one restored from a backup is: put back the one that "
+            f"has {what}: {offers}. Nothing has changed. "
+            "A folder may be older than the others, as one restored from a backup is: put back the one that "
             "belongs to the others. Or go on from a snapshot that all ranks have, with resume(NAME), or from a "
             "checkpoint in a run of another name, which leaves this one as it is",
         )

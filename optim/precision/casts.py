@@ -112,7 +112,8 @@ def _with_fp32_parameters(
     plan: PrecisionPlan,
     **kwargs: Any,
 ) -> Any:
-    if autocast_dtype(next(iter(shards.values())).device.type) is plan.autocast:
+    device_type = next(iter(shards.values())).device.type
+    if autocast_dtype(device_type) is plan.autocast:
         return forward(*args, **kwargs)
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in shards]
     gathered = [getattr(owner, name) for owner, name in places]

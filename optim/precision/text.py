@@ -76,10 +76,12 @@ def as_text(plan: Mapping[str, Any]) -> str:
     scaling = "the loss is scaled" if plan["loss_scaling"] else "no loss scaling"
     table = [f"precision {plan['mode']}, {scaling}", *_aligned([head, *lines])]
     if plan["buffers"]:
-        table += ["", *_aligned([["buffers", "dtype"], *([name, dtype] for name, dtype in plan["buffers"].items())])]
+        buffers = [[name, dtype] for name, dtype in plan["buffers"].items()]
+        table += ["", *_aligned([["buffers", "dtype"], *buffers])]
     return "\n".join(table)
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return ["  ".join(cells).rstrip() for cells in padded]

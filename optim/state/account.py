@@ -163,7 +163,8 @@ def account_of(config: OffloadConfig, table: ParamTable) -> Account:
         form = parts.stored.form if parts is not None else Padded(record.param.shape, record.param.dtype)
         accumulate = parts.accumulate if parts is not None else form.dtype
         precision = ParameterPrecision(form.dtype, form.dtype, form.dtype, accumulate, FORM_OF_DTYPE[form.dtype])
-        shard = ShardSize(form, leaf.numel(), precision, record.rule, leaf.requires_grad and leaf.grad is None)
+        awaits_grad = leaf.requires_grad and leaf.grad is None
+        shard = ShardSize(form, leaf.numel(), precision, record.rule, awaits_grad)
         groups.setdefault(parts.group if parts is not None else record.index, []).append(shard)
     sizes = [GroupSize("", shards, owner) for owner, shards in groups.items()]
     is_sharded = any(is_dtensor(leaf) for leaf in table.leaves)

@@ -52,11 +52,11 @@ class Candidate(NamedTuple):
         """Say once, in a line on standard error, where everything has its place on the first rank, and why."""
         if not is_first_rank():
             return
-        parts = [
-            f"{kind} {' + '.join(f'{format_bytes(size)} ({tier})' for tier, size in sizes.items())}"
-            for kind in dict.fromkeys(unit.kind for unit in plan.units)
-            if (sizes := {tier: size for tier in TIERS if (size := plan.bytes_on(tier, kind))}) and kind != STAGING
-        ]
+        parts = []
+        for kind in dict.fromkeys(unit.kind for unit in plan.units if unit.kind != STAGING):
+            sizes = {tier: plan.bytes_on(tier, kind) for tier in TIERS}
+            if there := [f"{format_bytes(size)} ({tier})" for tier, size in sizes.items() if size]:
+                parts.append(f"{kind} {' + '.join(there)}")
         why = self.why if plan.units_on("nvme") else ALL_FITS
         say(f"nvme-offload: {why}. On this rank: {', '.join(parts)}")
 
@@ -77,4 +77,5 @@ def chosen_before(config: OffloadConfig) -> int | None:
         ResumeError: what the run says of itself is damaged, or of a newer version.
     """
     places = DurableRun.places(config)
-    return next((n for n, each in enumerate(CANDIDATES) if places_in(each.applied(config)) == places), None)
+    fitting = (number for number, each in enumerate(CANDIDATES) if places_in(each.applied(config)) == places)
+    return next(fitting, None)

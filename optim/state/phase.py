@@ -131,7 +131,8 @@ class StepRecord(Condition):
     @property
     def lacks(self) -> frozenset[Need]:
         """Return all that nobody can have in this phase."""
-        return frozenset(_LACKS[StepPhase.SPOILT if self.is_in_kernel else self.phase])
+        phase = StepPhase.SPOILT if self.is_in_kernel else self.phase
+        return frozenset(_LACKS[phase])
 
     @property
     def done(self) -> int:
@@ -232,14 +233,13 @@ class StepRecord(Condition):
         if Need.REST_OF_STEP in self.lacks and not has_only_begun:
             why = "It was cut off inside an update" if self.is_in_kernel else "Its gradients can be used no longer"
             return f"{why}, so that it cannot be finished: {self._checkpoint}"
-        call = "step()" if has_only_begun else "finish_step()"
-        return (
-            f"When the cause is removed, call {call} while the gradients are still as they were, or {self._checkpoint}"
-        )
+        call = f"call {'step()' if has_only_begun else 'finish_step()'} while the gradients are still as they were"
+        return f"When the cause is removed, {call}, or {self._checkpoint}"
 
     def check_grads(self, indices: Iterable[int]) -> None:
         """Raise StateError if a gradient of these parameters has changed since the step began."""
-        if any(self._changes_of(index) != self._versions[index] for index in indices if index in self.inputs.grads):
+        held = (index for index in indices if index in self.inputs.grads)
+        if any(self._changes_of(index) != self._versions[index] for index in held):
             raise self.gradients_changed()
 
     def _changes_of(self, index: int) -> tuple[int, int]:

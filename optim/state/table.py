@@ -110,7 +110,8 @@ class ParamRecord:
 
     def view(self, run: Run) -> torch.Tensor:
         """Return a run of it inside the step, which holds the block of a parameter on a tier."""
-        return run.part(self.tiered.view() if self.tiered is not None else flat_view(self.param))
+        whole = self.tiered.view() if self.tiered is not None else flat_view(self.param)
+        return run.part(whole)
 
     def address(self, run: Run) -> int:
         """Return the address of `view`, without a tensor. The parameter is dense, in host memory."""

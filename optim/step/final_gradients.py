@@ -231,7 +231,8 @@ class FinalGradients:
         """Return whether the next step begins in backward with any of these, if that goes as the latest one did."""
         if not self._begins_next:
             return False
-        return any(self._may_begin(self._store.table[run.param]) for slot in slots for run in slot.subgroup.runs)
+        params = (run.param for slot in slots for run in slot.subgroup.runs)
+        return any(self._may_begin(self._store.table[index]) for index in params)
 
     def arrive(self, leaf: torch.Tensor) -> None:
         """Note that a gradient was added to ``leaf.grad``, and hand it in if it is final.
@@ -333,14 +334,17 @@ class FinalGradients:
 
     def _have_their_sums(self, grads: Mapping[int, torch.Tensor]) -> bool:
         """Sum squares of shards again, in host memory of a first tile: torch's clipping of DTensors has no version."""
-        store, known = self._store, {it: sums.view(torch.int64) for it, sums in dict(self.sums).items()}
-        asked = {it: grad for it, grad in grads.items() if isinstance(store.table[it].leaf.grad, DTensor)}
+        store, table = self._store, self._store.table
+        known = {index: sums.view(torch.int64) for index, sums in dict(self.sums).items()}
+        asked = {index: grad for index, grad in grads.items() if isinstance(table[index].leaf.grad, DTensor)}
         now = sums_from_device(asked, store.means.fused)
-        self.sums.update({it: sums for it, sums in now.items() if it not in known})  # so that the host waits once
+        new = {index: sums for index, sums in now.items() if index not in known}
+        self.sums.update(new)  # so that the host waits once
         for index in asked.keys() & known.keys() - now.keys():
             if not isinstance(grad := asked[index], PartitionStandIn):
                 now[index] = tile_sums(grad[:TILE_NUMEL], store.kernels)
-        return all(torch.equal(now[it].view(torch.int64), known[it][: len(now[it])]) for it in now.keys() & known)
+        pairs = [(now[index].view(torch.int64), known[index]) for index in now.keys() & known]
+        return all(torch.equal(sums, before[: len(sums)]) for sums, before in pairs)
 
     def begun(self, grad_scale: float | None) -> StepRecord | None:
         """Return the step that began in backward; None if there is none, or its guess was wrong and is taken back.

@@ -116,9 +116,10 @@ class StepJob:
         store, record, source = self._store, self.record, self.source
         if record.phase is StepPhase.BEHIND and not record.pending:
             self._finish()
-        is_last_use = source is not None and record.claims.way_back is None and block not in source.left
-        if is_last_use and all(store.blocks.number_of(store.table[it].leaf) != block for it in record.inputs.grads):
-            store.blocks.forget_gradients(block)
+        if source is not None and record.claims.way_back is None and block not in source.left:
+            leaves = [store.table[index].leaf for index in record.inputs.grads]
+            if all(store.blocks.number_of(leaf) != block for leaf in leaves):
+                store.blocks.forget_gradients(block)
         store.worker.wake()
 
     def _takes_turns(self, slot: SlotRecord) -> bool:
@@ -149,7 +150,8 @@ class StepJob:
             return True
 
         def may_begin(slot: SlotRecord) -> bool:
-            return store.pipeline.is_here(slot) and not self._takes_turns(slot) and (not source or source.allows(slot))
+            is_ready = store.pipeline.is_here(slot) and not self._takes_turns(slot)
+            return is_ready and (source is None or source.allows(slot))
 
         if (slot := next_update(order, record.pending, may_begin)) is None:
             return source is not None and source.take_in(record)

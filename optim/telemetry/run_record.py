@@ -52,7 +52,8 @@ def said(
     tiers: dict[str, dict[str, int]] = {}
     planned: dict[str, dict[str, int]] = {}
     for unit, tier in zip(plan.units, plan.tiers, strict=True):
-        tiers.setdefault(unit.kind, dict.fromkeys(TIERS, 0))[tier] += unit.size_bytes
+        sizes = tiers.setdefault(unit.kind, dict.fromkeys(TIERS, 0))
+        sizes[tier] += unit.size_bytes
         if tier == "nvme":
             moved = planned.setdefault(unit.kind, {"read": 0, "written": 0})
             moved["read"] += unit.bytes_read

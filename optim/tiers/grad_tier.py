@@ -179,7 +179,8 @@ class GradTier:
         device = next((device for device in devices if is_device(device)), None)
         if device is not None and self._arrivals is None:
             self._arrivals = Arrivals(device, self._locks)
-        layouts = [block_layout((local_tensor(leaf).numel(), dtype) for leaf, dtype in params) for _, params in groups]
+        partitions = [[(local_tensor(leaf).numel(), dtype) for leaf, dtype in params] for _, params in groups]
+        layouts = list(map(block_layout, partitions))
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
         blocks: Sequence[Block | HostBlock] = (
             host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)

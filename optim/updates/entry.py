@@ -127,7 +127,8 @@ class EntryFormat:
 
     def _offsets(self, memory: Memory, run: int) -> torch.Tensor:
         tiles = [num_tiles(numel) for numel in self.numels]
-        return memory.view(torch.int64, self.offsets_at + 16 * sum(tiles[:run]), 2 * tiles[run]).view(-1, 2)
+        begin = self.offsets_at + 16 * sum(tiles[:run])
+        return memory.view(torch.int64, begin, 2 * tiles[run]).view(-1, 2)
 
     @staticmethod
     def _bytes(memory: Memory, at: int, size_bytes: int) -> torch.Tensor:

@@ -68,8 +68,9 @@ class LoggedKernel(Updater):
         if parts is None:
             changed, sums = self._logs.kernels.update(segments), None
         else:
-            sums = Sums(*(torch.empty(num_tiles(part.numel()), dtype=torch.int64, device="cpu") for part in parts))
-            changed = self._logs.kernels.update(segments, list(zip(parts, (sums.state, sums.tail), strict=True)))
+            of_parts = [torch.empty(num_tiles(part.numel()), dtype=torch.int64, device="cpu") for part in parts]
+            sums = Sums(*of_parts)
+            changed = self._logs.kernels.update(segments, list(zip(parts, of_parts, strict=True)))
         self._log.end_update(sums=sums)
         return sum(changed)
 

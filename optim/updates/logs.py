@@ -70,7 +70,8 @@ class SlotLogs:
 
     def replay_chain(self, subgroup: Subgroup, chain: Chain, memory: Memory) -> None:
         """Replay a chain that was read into any memory: all of its base, then each entry."""
-        runs = zip(subgroup.runs, self.steps(subgroup, chain, memory), strict=True)
+        steps = self.steps(subgroup, chain, memory)
+        runs = zip(subgroup.runs, steps, strict=True)
         self.kernels.update([self.segment(subgroup, memory, run, None, its, None) for run, its in runs])
 
     def segment(

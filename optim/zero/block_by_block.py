@@ -304,7 +304,8 @@ class _Forward:
 
     def last_use(self, params: Iterable[torch.Tensor]) -> int:
         """Return the number of the call before which backward comes to these parameters last; the end, if unknown."""
-        return min((self._last_uses[id(param)] for param in params if id(param) in self._last_uses), default=self._end)
+        uses = [self._last_uses[id(param)] for param in params if id(param) in self._last_uses]
+        return min(uses, default=self._end)
 
     def _source_of(self, tensor: torch.Tensor) -> Arriving:
         known, arriving = self._outputs.get(id(tensor), (None, None))

@@ -49,10 +49,11 @@ def groups_of(
     rest = [param for param in names if param not in owners]
     groups: list[tuple[Iterable[nn.Parameter], Mapping[str, Any]]] = [(rest, {})] if rest else []
     groups += [(group.params, group.options) for group in wanted]
-    if isinstance(rule, Muon):
+    is_muon = isinstance(rule, Muon)
+    if is_muon:
         groups = _with_adamw_beside(groups, params_beside_matrices(model), section.params)
-        return [NamedGroup([names[param] for param in params], options, rule.of(options)) for params, options in groups]
-    return [NamedGroup([names[param] for param in params], options, rule) for params, options in groups]
+    named = [([names[param] for param in params], options) for params, options in groups]
+    return [NamedGroup(own, options, rule.of(options) if is_muon else rule) for own, options in named]
 
 
 def params_beside_matrices(model: nn.Module) -> set[nn.Parameter]:

@@ -59,7 +59,8 @@ def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
         Group("Memory", (check_memory(config),)),
         Group("Software", tuple(check_software(config))),
     ]
-    groups += _examine_paths(list(dict.fromkeys([*paths, *chain(*config.paths_of_tiers.values())])), config, engine)
+    examined = dict.fromkeys([*paths, *chain(*config.paths_of_tiers.values())])
+    groups += _examine_paths(list(examined), config, engine)
     return Report(tuple(groups), engine)
 
 

@@ -145,7 +145,8 @@ def drive(stack: ExitStack, folder: Path, numel: int) -> Iterator[Cost]:
     few, many, memory = made(), made(numel // 64), stack.enter_context(_ours(LARGE, numel // LARGE, in_memory))
     before = few.stats()
     _settle(few)
-    moved = sum(getattr(few.stats(), name) - getattr(before, name) for name in ("bytes_read", "bytes_written")) / GB
+    after = few.stats()
+    moved = (after.bytes_read - before.bytes_read + after.bytes_written - before.bytes_written) / GB
     pair: dict[str, Any] = {"ours": partial(_settle, few), "other": partial(_settle, memory), "beside": "one in memory"}
     yield Cost(name="step on NVMe", unit="GB", count=moved, further=True, **pair)
     pair = {"ours": partial(_settle, many), "other": partial(_settle, few), "beside": "one of fewer subgroups"}

@@ -177,7 +177,8 @@ def _paced_cells(path: Path, counts: Sequence[int], size: tuple[int, int], compu
                 config = OffloadConfig.of(_paced_section(path, order, count, width))
                 with initialize(model, config) as engine:
                     batches = [model.sample] * count
-                    model.compute_for(max(0.0, compute - _iterations(engine, batches, 2)) / count)
+                    own = _iterations(engine, batches, 2)
+                    model.compute_for(max(0.0, compute - own) / count)
                     for ratio in _RATIOS:
                         rate = (moved.read + moved.written) / (ratio * compute)
                         row = _paced_row(engine, batches, pace, rate, partial(_planned, config, size))

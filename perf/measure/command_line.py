@@ -103,7 +103,8 @@ def check_folder(knob: str, path: Path) -> None:
 
 def check_save(folder: Path, knob: str = "save") -> None:
     """Find out before measuring whether `folder` takes the results; what is missing of it is made afterwards."""
-    check_folder(knob, next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place)))
+    places = (folder, *folder.absolute().parents)
+    check_folder(knob, next(place for place in places if os.path.lexists(place)))
 
 
 def to_bytes(text: str) -> int:

@@ -43,7 +43,8 @@ class ModelSize:
     @property
     def sub_group_size(self) -> int:
         """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
-        return -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL)) * TILE_NUMEL
+        num_tiles = -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL))
+        return num_tiles * TILE_NUMEL
 
     @property
     def swap_bytes(self) -> int:

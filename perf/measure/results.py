@@ -49,7 +49,8 @@ def save(folder: Path, name: str, document: dict[str, Any], text: str) -> list[P
     stamp = document["environment"]["time"].replace(":", "").replace("+0000", "Z")
     paths = [folder / f"{stamp}-{name}.{suffix}" for suffix in ("json", "md")]
     # A list of numbers or words takes one line.
-    said = _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", json.dumps(document, indent=1))
+    said = json.dumps(document, indent=1)
+    said = _FLAT_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", said)
     paths[0].write_text(said + "\n", encoding="utf-8")
     paths[1].write_text(text, encoding="utf-8")
     return paths

@@ -11,7 +11,7 @@ from nvme_offload.offload.durable.rewrite_every import DurableBytes, DurableRate
 from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM, TILE_NUMEL, MasterForm, state_itemsize
+from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm, num_tiles, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
@@ -101,10 +101,11 @@ class KeptState:
         return Unit(KIND, KIND, self.copies * space - on_drives, tiers=("nvme",))
 
     def _layout_of(self, subgroup: Subgroup) -> SlotLayout:
-        base = ExtentLayout(subgroup.size_bytes, _tail_itemsize(subgroup.form) * subgroup.padded_numel, mmap.PAGESIZE)
+        tail_bytes = _tail_itemsize(subgroup.form) * subgroup.padded_numel
+        base = ExtentLayout(subgroup.size_bytes, tail_bytes, mmap.PAGESIZE)
         if self.period == 1:
             return SlotLayout(base)
-        gradients = self.grad_itemsize * subgroup.numel + _OF_TILE * -(-subgroup.numel // TILE_NUMEL)
+        gradients = self.grad_itemsize * subgroup.numel + _OF_TILE * num_tiles(subgroup.numel)
         return SlotLayout(base, ExtentLayout(gradients, 0, mmap.PAGESIZE).size_bytes, self.period)
 
 

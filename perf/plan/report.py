@@ -53,7 +53,8 @@ def _memory(prediction: Prediction) -> Table:
         table.add_row(kind, *(format_bytes(size) if size else "" for size in sizes))
     table.add_section()
     table.add_row("together", *(format_bytes(tiers.bytes_on(tier)) for tier in TIERS))
-    table.add_row("there is", *(format_bytes(tiers.budgets[tier]) if tier in tiers.budgets else "" for tier in TIERS))
+    budgets = [format_bytes(tiers.budgets[tier]) if tier in tiers.budgets else "" for tier in TIERS]
+    table.add_row("there is", *budgets)
     return table
 
 

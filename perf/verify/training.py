@@ -139,7 +139,8 @@ def layered_run(site: Site, config: dict[str, Any], backend: str = "") -> tuple[
         layer.compile(backend=backend)
     with initialize(model, config) as engine:
         for step in STEPS:
-            loss = engine(values_of((64, width), step, 1.0).to(site.device)).float().square().mean()
+            batch = values_of((64, width), step, 1.0).to(site.device)
+            loss = engine(batch).float().square().mean()
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

@@ -115,11 +115,11 @@ def distance(weights: Path, reference: Path, size: str) -> float:
     """
     others, ends = load(weights), load(reference)
     start = {name: param.detach() for name, param in model_of(size).named_parameters()}
-    apart, way = (
-        sum(float((end - values[name]).double().square().sum()) for name, end in ends.items())
-        for values in (others, start)
-    )
-    return float((apart / way) ** 0.5)
+
+    def squared_distance(values: Mapping[str, Tensor]) -> float:
+        return sum(float((end - values[name]).double().square().sum()) for name, end in ends.items())
+
+    return float((squared_distance(others) / squared_distance(start)) ** 0.5)
 
 
 def same_bits(some: Path, others: Path) -> bool:
