@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.pairs import each_value_once
 from tests.support.rules import CASES, NAMES
+from tests.support.threads import at_once
 from tests.support.twins import join_reference, split_reference
 
 NUMELS = (0, 1, 7, 64, 65536, 65537, 200003)
@@ -284,17 +286,11 @@ def test_calls_from_several_threads_take_turns():
     pool = KernelPool(2)
     tensors = [torch.randn(5 * TILE_NUMEL + i) for i in range(4)]
     expected = [POOLS[0].tile_checksums(tensor) for tensor in tensors]
-    wrong = []
 
     def check(index):
-        wrong.extend(index for _ in range(50) if not torch.equal(pool.tile_checksums(tensors[index]), expected[index]))
+        return all(torch.equal(pool.tile_checksums(tensors[index]), expected[index]) for _ in range(50))
 
-    threads = [threading.Thread(target=check, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert at_once([partial(check, index) for index in range(4)]) == [True] * 4
 
 
 @pytest.mark.quiet

@@ -8,8 +8,8 @@ class TestNewEngine(EngineConformance):
 import errno
 import itertools
 import os
-import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -28,6 +28,7 @@ from tests.support.engine_tools import (
     run,
     submit,
 )
+from tests.support.threads import at_once
 
 
 class DataConformance(EngineTools):
@@ -92,28 +93,19 @@ class DataConformance(EngineTools):
 
     def test_many_operations_from_many_threads(self):
         engine, fd = self.open(max_operations=4), self.file(bytes(64 * BLOCK))
-        errors: list[BaseException] = []
 
         def work(index: int) -> None:
             start, size = index * 8 * BLOCK, 3 * BLOCK + index
-            try:
-                for turn in range(20):
-                    source, target = Memory.of(pattern(100 * index + turn, size)), Memory(size)
-                    for op, memory in ((Op.WRITE, source), (Op.READ, target)):
-                        while (operation := engine.submit(op, [memory.segment(fd, start)])) is None:
-                            time.sleep(0.0005)
-                        assert operation.wait(PATIENCE)
-                        assert operation.failure is None
-                    assert not self.moves_data or target.bytes() == source.bytes()
-            except BaseException as error:
-                errors.append(error)
+            for turn in range(20):
+                source, target = Memory.of(pattern(100 * index + turn, size)), Memory(size)
+                for op, memory in ((Op.WRITE, source), (Op.READ, target)):
+                    while (operation := engine.submit(op, [memory.segment(fd, start)])) is None:
+                        time.sleep(0.0005)
+                    assert operation.wait(PATIENCE)
+                    assert operation.failure is None
+                assert not self.moves_data or target.bytes() == source.bytes()
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert not errors
+        at_once([partial(work, index) for index in range(8)])
         assert engine.stats().bytes_written == 20 * sum(3 * BLOCK + index for index in range(8))
 
     def test_registered_or_not_the_bytes_are_the_same(self):

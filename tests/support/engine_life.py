@@ -14,6 +14,7 @@ from nvme_offload.aio_native.engine import Engine, Op, Segment
 from tests.support.engine_tools import BLOCK, PATIENCE, EngineTools, Memory, pattern, run, submit
 from tests.support.interrupts import Struck, every, raise_struck
 from tests.support.own_resources import Resources
+from tests.support.threads import at_once
 
 
 class LifeConformance(EngineTools):
@@ -33,12 +34,7 @@ class LifeConformance(EngineTools):
     def test_close_is_idempotent_and_final(self):
         engine, fd, memory = self.open(), self.file(bytes(BLOCK)), Memory(BLOCK)
         run(engine, Op.READ, memory.segment(fd))
-        threads = [threading.Thread(target=engine.close) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
+        at_once([engine.close] * 3)
         engine.close()
         with pytest.raises(RuntimeError):
             engine.submit(Op.READ, [memory.segment(fd)])

@@ -1,7 +1,7 @@
 """Autograd gives the same bits, errors and lifetimes wherever saved tensors are."""
 
 import contextlib
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from tests.support.activations import (
     train_once,
 )
 from tests.support.sandbox import run_python
+from tests.support.threads import at_once
 
 MODELS = {
     "plain": Layers,
@@ -145,18 +146,11 @@ def test_an_exception_in_a_forward_leaves_nothing(tmp_path):
 
 def test_forwards_run_in_other_threads(tmp_path):
     def body(model, saving):
-        losses = []
-
         def forward(seed):
             with saving():
-                losses.append((seed, model(batch(seed)).square().mean()))
+                return model(batch(seed)).square().mean()
 
-        threads = [threading.Thread(target=forward, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for _, loss in sorted(losses, key=lambda pair: pair[0]):
+        for loss in at_once([partial(forward, seed) for seed in range(3)]):
             loss.backward()
 
     assert assert_same_gradients(Layers, body, section(tmp_path)).num_kept == 0

@@ -10,6 +10,7 @@ from torch import nn
 from nvme_offload import ActivationSwapper, ConfigError
 from tests.support.activations import ROWS, WIDTH, Layers, batch, section, train_once
 from tests.support.swapper_tools import DTYPES, random_bits, same_bits
+from tests.support.threads import at_once
 
 SIZE = ROWS * WIDTH * 4
 
@@ -102,12 +103,7 @@ def test_handles_die_in_garbage_collections_of_any_thread(swapper):
             Cycle()
             gc.collect(0)
 
-    threads = [threading.Thread(target=churn) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    at_once([churn] * 3)
     gc.collect()
     assert swapper.stats().num_kept == 0
 

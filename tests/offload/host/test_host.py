@@ -5,9 +5,10 @@ import itertools
 import mmap
 import os
 import random
-import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from nvme_offload import ClosedError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.region import HUGE_PAGE_BYTES, HostRegion
+from tests.support.threads import at_once
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 4097, 1 << 20])
@@ -181,22 +183,11 @@ def test_a_buffer_released_twice_is_our_bug():
 def test_close_wakes_waiters_and_refuses_new_ones():
     pool = BufferPool(1, 4096)
     held = pool.acquire()
-    errors = []
-
-    def wait():
-        try:
-            pool.acquire()
-        except ClosedError as error:
-            errors.append(error)
-
-    waiters = [threading.Thread(target=wait) for _ in range(3)]
-    for waiter in waiters:
-        waiter.start()
-    pool.close()
-    pool.close()
-    for waiter in waiters:
-        waiter.join(PATIENCE)
-    assert len(errors) == 3
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(pool.acquire) for _ in range(3)]
+        pool.close()
+        pool.close()
+        assert [type(wait.exception(PATIENCE)) for wait in waits] == [ClosedError] * 3
     held.release()
     for acquire in (pool.acquire, pool.try_acquire):
         with pytest.raises(ClosedError, match="buffer pool"):
@@ -230,7 +221,6 @@ def test_huge_pages_are_registered_apart_from_small_ones():
 
 def test_no_buffer_is_ever_held_twice():
     pool = BufferPool(3, 4096)
-    failures = []
 
     def work(seed):
         rng = random.Random(seed)
@@ -240,15 +230,9 @@ def test_no_buffer_is_ever_held_twice():
                 mark = rng.randrange(1 << 60)
                 view.fill_(mark)
                 time.sleep(rng.random() * 1e-4)
-                if view.item() != mark:
-                    failures.append(seed)
+                assert view.item() == mark
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not failures
+    at_once([partial(work, seed) for seed in range(8)])
     assert pool.num_free == 3
 
 

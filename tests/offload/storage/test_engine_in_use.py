@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.fragile_engine import FragileThread, choose_fragile
 from tests.support.small_training import train
+from tests.support.threads import at_once
 
 PATIENCE = 60.0
 SIZE = 1 << 20
@@ -91,12 +91,7 @@ def test_all_who_wait_get_it_and_it_is_done_once(tier, monkeypatch):
     choose_fragile(monkeypatch, 1)
     subject = tier()
     transfer, *_ = subject.write_all()
-    waiters = [threading.Thread(target=transfer.wait) for _ in range(4)]
-    for waiter in waiters:
-        waiter.start()
-    for waiter in waiters:
-        waiter.join(PATIENCE)
-        assert not waiter.is_alive()
+    at_once([transfer.wait] * 4)
     assert subject.tier.stats().bytes_written == SIZE
 
 

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
 from tests.support.forked import ROOT
+from tests.support.threads import at_once
 
 HOLD = """
 import sys
@@ -55,12 +56,7 @@ def test_a_directory_of_its_own_for_each(tmp_path):
 
 
 def test_threads_that_begin_at_once_do_not_take_each_other_for_dead(tmp_path):
-    directories = []
-    threads = [threading.Thread(target=lambda: directories.append(RunDirectory(tmp_path))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    directories = at_once([partial(RunDirectory, tmp_path)] * 16)
     assert len({directory.path for directory in directories}) == 16
     assert all(directory.path.exists() for directory in directories)
     for directory in directories:

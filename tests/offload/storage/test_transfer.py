@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -123,23 +124,16 @@ def test_awaiting_works_where_no_descriptor_is_left(monkeypatch):
 
 def test_loops_in_several_threads():
     pairs = [make() for _ in range(4)]
-    results = []
 
     async def watch(transfer):
         return await transfer
 
-    threads = [
-        threading.Thread(target=lambda transfer=transfer: results.append(asyncio.run(watch(transfer))))
-        for _, transfer in pairs
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    for operation, _ in pairs:
-        operation.complete(None)
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert results == ["result"] * 4
+    with ThreadPoolExecutor(4) as threads:
+        results = threads.map(lambda pair: asyncio.run(watch(pair[1])), pairs, timeout=PATIENCE)
+        time.sleep(0.05)
+        for operation, _ in pairs:
+            operation.complete(None)
+        assert list(results) == ["result"] * 4
 
 
 def test_awaiting_leaks_no_descriptor():

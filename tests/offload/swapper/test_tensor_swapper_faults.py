@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.failing_drive import flip_bit
 from tests.support.own_resources import Resources
 from tests.support.sandbox import run_python
 from tests.support.swapper_tools import PATIENCE, KiB, MiB, random_bits, same_bits, swap_file
+from tests.support.threads import at_once
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, monkeypatch):
@@ -209,22 +211,14 @@ def test_a_tiny_tensor_does_not_wait_for_a_huge_one(open_swapper):
 
 def test_threads_that_write_and_read_one_name_see_whole_values(swapper):
     swapper.swap_out("x", torch.full((100_000,), 0, dtype=torch.int16))
-    torn = []
 
     def work(seed):
         for number in range(25):
             value = seed * 100 + number
             swapper.swap_out("x", torch.full((100_000,), value, dtype=torch.int16))
             result = swapper.swap_in("x").wait(PATIENCE)
-            if (result != result[0]).any():
-                torn.append(value)
+            assert (result == result[0]).all(), value
             if number % 5 == 0:
                 swapper.prefetch("x")
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert not torn
+    at_once([partial(work, seed) for seed in range(4)])

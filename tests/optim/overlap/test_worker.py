@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,7 @@ from nvme_offload.optim.overlap.worker import Worker
 from nvme_offload.optim.step.guess import Guesses
 from tests.optim.test_interrupts import struck
 from tests.support.interrupts import every, raise_struck
+from tests.support.threads import at_once
 from tests.support.training import BLOCK, assert_same_training, params_of, set_grads
 
 
@@ -92,11 +94,7 @@ def test_three_who_wake_it_at_once_find_one_thread(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", slow_start)
     worker = Worker()
-    callers = [threading.Thread(target=worker.wake) for _ in range(3)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    at_once([worker.wake] * 3)
     worker.stop()
     assert len(started) == 1
     assert not started[0].is_alive()
@@ -114,26 +112,20 @@ def test_a_close_that_was_cut_short_is_made_again_and_leaves_no_thread():
 def test_state_and_figures_are_read_beside_steps(make_adamw):
     params, twins = (params_of([(2 * BLOCK,), (BLOCK,)], torch.bfloat16) for _ in range(2))
     optimizer, twin = make_adamw(params, buffers=2, sub_group_size=BLOCK), make_adamw(twins, "cpu")
-    is_over, errors = threading.Event(), []
+    is_over = threading.Event()
 
     def read(what):
-        try:
-            while not is_over.is_set():
-                what()
-        except BaseException as error:
-            errors.append(error)
+        while not is_over.is_set():
+            what()
 
-    readers = [threading.Thread(target=read, args=(what,)) for what in (optimizer.state_dict, optimizer.stats)]
-    for reader in readers:
-        reader.start()
-    for step in range(10):
-        for ps, one in ((params, optimizer), (twins, twin)):
-            set_grads(ps, step % 4)
-            one.step()
-    is_over.set()
-    for reader in readers:
-        reader.join()
-    assert not errors
+    with ThreadPoolExecutor(2) as threads:
+        readers = threads.map(read, (optimizer.state_dict, optimizer.stats))
+        for step in range(10):
+            for ps, one in ((params, optimizer), (twins, twin)):
+                set_grads(ps, step % 4)
+                one.step()
+        is_over.set()
+        list(readers)
     assert_same_training(optimizer, twin)
 
 
