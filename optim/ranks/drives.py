@@ -100,12 +100,11 @@ def misplaced(reaches: Mapping[int, Reach]) -> str:
     lost = [rank for rank, others in having.items() if others and rank not in others]
     if not lost:
         return ""
-    elsewhere = [
-        f"that of rank {rank} is in {' and '.join(there.folders[rank])} on host {there.host}, where rank "
-        f"{', '.join(map(str, having[rank]))} looks"
-        for rank in lost
-        for there in (reaches[having[rank][0]],)
-    ]
+    elsewhere = []
+    for rank in lost:
+        there, looking = reaches[having[rank][0]], ", ".join(map(str, having[rank]))
+        folders = " and ".join(there.folders[rank])
+        elsewhere.append(f"that of rank {rank} is in {folders} on host {there.host}, where rank {looking} looks")
     hosts: defaultdict[str, list[str]] = defaultdict(list)
     for rank, others in having.items():
         if others:

@@ -115,21 +115,11 @@ class StatePlacement:
 
     def check_whole(self, rule: UpdateRule, needed_bytes: int, name: str) -> None:
         """Raise ConfigError if no staging buffer holds the state of a parameter that its rule needs whole."""
-        section = self._section
-        share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
         needed_bytes += self._sealed_beside(needed_bytes)
-        if not rule.whole or not self._on_nvme or needed_bytes <= share:
-            return
-        least = format_bytes(round_up(needed_bytes, MiB) * section.buffer_count)
-        what = (
-            f"{rule.name} needs matrices whole, and the state of {name} ({format_bytes(needed_bytes)}) is larger than"
-        )
-        raise ConfigError(
-            [
-                f"zero_optimization.offload_optimizer.staging_budget = {format_bytes(section.staging_budget)}: {what} "
-                f"a staging buffer ({format_bytes(share)}); write at least {least}, or a smaller buffer_count"
-            ]
-        )
+        if rule.whole and self._on_nvme and needed_bytes > self._buffer_bytes:
+            state, buffer = f"the state of {name} ({format_bytes(needed_bytes)})", format_bytes(self._buffer_bytes)
+            what = f"{rule.name} needs matrices whole, and {state} is larger than a staging buffer ({buffer})"
+            raise self._refused_budget(what, round_up(needed_bytes, MiB))
 
     def plan(
         self,
@@ -183,20 +173,23 @@ class StatePlacement:
         read_bytes = round_up(subgroup.size_bytes, page)
         return Unit(f"subgroup {subgroup.index}", KIND, size_bytes, read_bytes, size_bytes, tiers)
 
+    @property
+    def _buffer_bytes(self) -> int:
+        """Return the bytes that each staging buffer has of the section's budget."""
+        return self._section.staging_budget // self._section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
+
     def _check_staging_budget(self) -> None:
-        section = self._section
-        share = section.staging_budget // section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
         least = self._largest_block_bytes
         least += self._sealed_beside(least)
-        if share < least:
-            needed = format_bytes(section.buffer_count * least)
-            raise ConfigError(
-                [
-                    "zero_optimization.offload_optimizer.staging_budget = "
-                    f"{format_bytes(section.staging_budget)}: each of the {section.buffer_count} staging buffers must "
-                    f"hold the state of {TILE_NUMEL} parameters; write at least {needed}, or a smaller buffer_count"
-                ]
-            )
+        if self._buffer_bytes < least:
+            buffers = f"each of the {self._section.buffer_count} staging buffers"
+            raise self._refused_budget(f"{buffers} must hold the state of {TILE_NUMEL} parameters", least)
+
+    def _refused_budget(self, why: str, buffer_bytes: int) -> ConfigError:
+        """Return the error for staging buffers that need so many bytes each."""
+        budget = f"zero_optimization.offload_optimizer.staging_budget = {format_bytes(self._section.staging_budget)}"
+        needed = format_bytes(self._section.buffer_count * buffer_bytes)
+        return ConfigError([f"{budget}: {why}; write at least {needed}, or a smaller buffer_count"])
 
     def _sealed_beside(self, size_bytes: int) -> int:
         """Return the most bytes that a durable run's buffer has beside these of state, parameters and gradients.
@@ -217,15 +210,11 @@ class StatePlacement:
         if not self._on_nvme:
             device = self._section.device
             beside = f" beside {', '.join(of_blocks)}" if of_blocks else ""
-            return (
-                f'{shown}: device = "{device}" keeps all state in host memory{beside}; write at least {needed}, '
-                'or "nvme"'
-            )
+            why = f'device = "{device}" keeps all state in host memory{beside}'
+            return f'{shown}: {why}; write at least {needed}, or "nvme"'
         kept = sum(plan.bytes_on("host", kind) for kind in {unit.kind for unit in plan.units} - {STAGING})
         beside = f" beside {format_bytes(kept)} of state that is there already" if kept else ""
         own = buffers.get(f"{STAGING} of {KIND}", "0 B")
         more = f" ({KIND}), {', '.join(of_blocks)}" if of_blocks else ""
-        return (
-            f"{shown}: the {self._section.buffer_count} staging buffers take {own}{more}{beside}; write at least "
-            f"{needed}, or a smaller buffer_count"
-        )
+        why = f"the {self._section.buffer_count} staging buffers take {own}{more}{beside}"
+        return f"{shown}: {why}; write at least {needed}, or a smaller buffer_count"

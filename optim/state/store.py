@@ -205,13 +205,10 @@ class StateStore(StepState):
         if not subgroups and not admitted.groups:
             return self.plan
         if self._placement.device_budget is not None and not self._params_stay_on_device:
-            raise ConfigError(
-                [
-                    f"device_budget = {format_bytes(self._placement.device_budget)}: the parameters are on the CPU, or "
-                    "offload_param takes them there, where state is in host memory anyway; leave it out, or move the "
-                    'model to a GPU first and write offload_param.device = "none"'
-                ]
-            )
+            budget = format_bytes(self._placement.device_budget)
+            why = "the parameters are on the CPU, or offload_param takes them there, where state is in host memory"
+            remedy = 'leave it out, or move the model to a GPU first and write offload_param.device = "none"'
+            raise ConfigError([f"device_budget = {budget}: {why} anyway; {remedy}"])
         plan = self._plan(subgroups, blocks)
         self.blocks.reserve(admitted, plan.tiers[: len(blocks)])
         tiers = plan.tiers[len(plan.tiers) - len(subgroups) :]

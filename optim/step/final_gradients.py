@@ -443,14 +443,12 @@ class FinalGradients:
         inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
         claims = Claims(way_back=self.take_back if guess is not None else None)
         begun = StepRecord(store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, split=True, claims=claims)
-        order = [
-            slot
-            for slot in store.slots_of(expected)
-            if slot.can_be_behind
-            and all(
-                run.param in expected or not store.table[run.param].leaf.requires_grad for run in slot.subgroup.runs
-            )
-        ]
+
+        def may_begin(slot: SlotRecord) -> bool:
+            others = {run.param for run in slot.subgroup.runs} - expected
+            return slot.can_be_behind and not any(store.table[index].leaf.requires_grad for index in others)
+
+        order = list(filter(may_begin, store.slots_of(expected)))
         inbox = Inbox(store, expected, order, guess, left)
         schedule = InBackward(self._backward_order(order), self._num_early)
         job = StepJob(store, self._meter, begun, schedule, inbox)

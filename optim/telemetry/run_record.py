@@ -126,7 +126,7 @@ class RunRecord:
             self._file = self._tried(self._file, _exchange, self._new, line)
         if self._log is not None and now - self._logged >= LOG_SHARE * (now - self._began):
             self._logged = now
-            self._log = self._tried(self._log, _append, self._log, line)
+            self._log = self._tried(self._log, _append, line)
 
     def _record(self, found: Mapping[str, Any], ended: bool) -> dict[str, Any]:
         scalars = found["scalars"]
@@ -147,9 +147,9 @@ class RunRecord:
         return {**head, **found, "peak_rate": self._peak_rate, "scalars": plain, "since": since}
 
     @staticmethod
-    def _tried(file: Path, write: Callable[[Path, Path, str], None], other: Path, line: str) -> Path | None:
+    def _tried(file: Path, write: Callable[..., None], *arguments: Path | str) -> Path | None:
         try:
-            write(file, other, line)
+            write(file, *arguments)
         except OSError as error:
             logger.warning("%s: %s; what this run does is not noted there any more", file, error.strerror or error)
             return None
@@ -163,7 +163,7 @@ def _exchange(file: Path, new: Path, line: str) -> None:
     new.replace(file)
 
 
-def _append(file: Path, _same: Path, line: str) -> None:
+def _append(file: Path, line: str) -> None:
     with file.open("ab", buffering=0) as log:
         before = log.tell()
         if log.write(line.encode()) < len(line):  # a half would be one line with what the next run appends
