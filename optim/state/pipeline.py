@@ -240,7 +240,8 @@ class StepPipeline:
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
         """Return the transfers of all that is being written; what could not be written before is begun once more."""
-        self._staging.recover()
+        with suppress(*FAILURES):
+            self._settle_finished()
         self.start_writes()
         return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
 

@@ -135,3 +135,9 @@ def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+
+
+def assert_same_run(ours, theirs):
+    """Of losses, norms and state."""
+    assert ours[:2] == theirs[:2]
+    assert_same(ours[2], theirs[2])

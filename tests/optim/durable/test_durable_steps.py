@@ -340,6 +340,8 @@ def test_a_step_that_the_drive_did_not_take_is_committed_when_it_is_finished(dri
         if optimizer.has_unfinished_step:
             optimizer.finish_step()
         optimizer.synchronize()
+        Failing(optimizer.store.tier, monkeypatch, Op.WRITE, first=len(optimizer.store.slots), number=1)
+        train(optimizer, [2])  # its last write fails, behind it
         optimizer.commit()
         after, step = snapshot(optimizer), optimizer.durable.commits.step
     with fresh(drive) as optimizer:

@@ -15,7 +15,7 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from tests.support import build
 from tests.support.precision import rounded
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import assert_same, assert_same_run, full_state
 
 VOCABULARY, WIDTH, STEPS, ACCUMULATION = 31, 16, 2, 2
 HYPERPARAMETERS = {"lr": 1e-3, "weight_decay": 0.1}
@@ -164,11 +164,6 @@ def train_all(rank, world_size, path):
     return results
 
 
-def check_same(ours, theirs):
-    assert ours[:2] == theirs[:2]
-    assert_same(ours[2], theirs[2])
-
-
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gpt_with_fp32_router_head_and_norms(world_size, tmp_path):
     start = fresh_model().state_dict()
@@ -178,13 +173,15 @@ def test_a_gpt_with_fp32_router_head_and_norms(world_size, tmp_path):
             memory = results[mode, "memory"]
             assert all(0 < norm < 100 for norm in memory[1])
             assert not any(torch.equal(memory[2][name], value) for name, value in start.items() if name in memory[2])
-            check_same(results[mode, "by hand"], memory)
+            assert_same_run(results[mode, "by hand"], memory)
             losses, norms, state = memory
-            check_same(results[mode, "checkpoint"], (losses[STEPS // 2 * ACCUMULATION :], norms[STEPS // 2 :], state))
+            assert_same_run(
+                results[mode, "checkpoint"], (losses[STEPS // 2 * ACCUMULATION :], norms[STEPS // 2 :], state)
+            )
             check_exports(tmp_path / mode, state, DTYPES[mode])
         for key in ("stage 2", "born on tiers"):
-            check_same(results[key], results["bf16", "memory"])
-        check_same(results["typed"], results["typed as names"])
+            assert_same_run(results[key], results["bf16", "memory"])
+        assert_same_run(results["typed"], results["typed as names"])
     assert not list((tmp_path / "drive").iterdir())
 
 

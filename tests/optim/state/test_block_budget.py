@@ -11,9 +11,8 @@ from nvme_offload.offload.shards.stored import ResidentShard
 from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import be_alone
 from tests.support.sharded_model import assert_same, backward, full_state, sharded_model
-from tests.support.tiers import Model, loss_of, make, section, train_step
+from tests.support.tiers import EVERYTHING, Model, loss_of, make, section, train_step
 
-EVERYTHING = {"param": "nvme", "grads": "nvme", "state": "nvme"}
 KINDS = {"parameters": "param_", "gradients": "grad_", "optimizer state": ""}
 STEPS = 4
 LAYERS = 4

@@ -19,7 +19,7 @@ from nvme_offload import ConfigError, OffloadAdamW, initialize
 from tests.support import build
 from tests.support.layered_model import NUM_BLOCKS, Part, batch, loss_of, named_state, train, weights
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same, full_state, gathered
+from tests.support.sharded_model import assert_same_run, full_state, gathered
 
 BF16 = {"bf16": {"enabled": True}}
 STEPS, CLIP, ADAMW = 2, 0.1, {"lr": 1e-3, "weight_decay": 0.1}
@@ -248,11 +248,6 @@ def assert_close(ours, theirs, tolerance):
     assert ours[1] == pytest.approx(theirs[1], rel=tolerance)
     expected = weights(theirs[2])
     assert (weights(ours[2]) - expected).norm() <= tolerance * expected.norm()
-
-
-def assert_same_run(ours, theirs):
-    assert ours[:2] == theirs[:2]
-    assert_same(ours[2], theirs[2])
 
 
 def test_hybrid_sharding_is_sharding_with_copies(ranks):
