@@ -11,7 +11,7 @@ import torch
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.pinned import PinnedReader
-from nvme_offload.offload.errors import CorruptionError, OutOfSpaceError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
@@ -50,7 +50,7 @@ class Resumption:
         self._ranks = commits.ranks()
         self._groups = groups
         self._check_group = check_group
-        self._lacks_room = False
+        self._cannot_write = False
 
     def resume(self) -> Content | None:
         """Go on from the latest step that every rank has, or from the one before if that is damaged."""
@@ -211,11 +211,10 @@ class Resumption:
                 self._ranks.together(partial(self._adopt, manifest))
                 self._go_on_from(content)
                 return content
-            if not self._ranks.all(not self._lacks_room):
+            if not self._ranks.all(not self._cannot_write):
                 raise ResumeError(
                     self._run.folder,
-                    f"finds no room for what further steps need: {said}. All of it is as it was: free space, and start "
-                    "again",
+                    f"is whole, and cannot go on now: {said}. Remove the cause, and call resume() again",
                 )
             problems.append(f"step {manifest.step}: {said}")
             warn_user(f"a committed step is damaged ({problems[-1]}): the one before it is looked at")
@@ -246,7 +245,7 @@ class Resumption:
                 self._durable.seal.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
             store.pipeline.forget(store.slots)
-            self._lacks_room = isinstance(error, OutOfSpaceError)
+            self._cannot_write = isinstance(error, SwapIOError) and error.direction != "read"
             return content, str(error)
         return content, ""
 
