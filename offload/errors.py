@@ -33,6 +33,7 @@ All of them survive pickling, so a worker process can hand them to its parent.
 
 import errno as errno_names
 import os
+import resource
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -119,6 +120,10 @@ class SwapIOError(OSError):
         size_bytes: int = 0,
         extent: str = "",
     ) -> None:
+        if direction == "write" and errno in (errno_names.EIO, errno_names.EINVAL):
+            room = resource.getrlimit(resource.RLIMIT_FSIZE)[0] - offset
+            if 0 <= room < size_bytes:  # the kernel cut the write short inside a block, where direct I/O cannot end
+                errno = errno_names.EFBIG
         super().__init__(errno, os.strerror(errno), os.fspath(path))
         self.path = Path(path)
         self.offset = offset

@@ -156,7 +156,7 @@ def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
 def _stop_behind_the_first_step(rank, world_size, path):
     with durable("bf16", path, "run") as engine:
         engine.optimizer.place()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if rank else -1, -1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000 if rank else -1, -1))  # inside a block
         steps_of(engine, rank, [0])
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         if rank == 1:
