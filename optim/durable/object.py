@@ -75,7 +75,7 @@ class Durable:
         """Go on from the latest step that the durable run has committed. Call it before the first step.
 
         Parameters, state, hyperparameters and torch's random numbers are then as they were when that step ended.
-        Where it is damaged, the step before is taken. It goes on, too, where an error stopped `rewind` or a load.
+        Where it is damaged, the step before is taken. It goes on, too, after an error that stopped a step or a load.
 
         Args:
             snapshot: go on from the step that `snapshot` kept under this name instead; also between two steps.
@@ -87,7 +87,7 @@ class Durable:
         Raises:
             KeyError: there is no such snapshot.
             ResumeError: what was committed is of another model, group, section or rank, or damaged; names what.
-            StateError: the run has begun already, and no load stopped halfway.
+            StateError: the run has begun already, and neither a step nor a load stopped halfway.
         """
         resumption = self._resumption("resume")
         content = resumption.resume() if snapshot is None else resumption.resume_snapshot(snapshot)

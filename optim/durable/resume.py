@@ -17,7 +17,7 @@ from nvme_offload.optim.durable.commits import Commits, random_id
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.ranks.collective import this_rank
 from nvme_offload.optim.ranks.drives import Reach, misplaced
-from nvme_offload.optim.state.condition import LoadingState, Need
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.tiers.parts import drop_gathered
 
 Check = Callable[[Mapping[str, Any], int], None]
@@ -56,14 +56,15 @@ class Resumption:
         """Go on from the latest step that every rank has, or from the one before if that is damaged."""
         store = self._store
         with store.at_rest(), torch.no_grad():
-            has_stopped = not self._ranks.all(not self._ranks.together(self._has_stopped))
+            has_stopped = not self._ranks.all(bool(self._run.found) or not store.has_unfinished_step)
+            self._ranks.together(partial(self._check_begins, has_stopped=has_stopped))
             self._refuse_other_places()
             self._commits.snapshots().agree()
             found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
             if has_stopped:
                 self._ranks.together(store.place_trainable)
                 self._commits.settle()
-                return self._take_up(self._common(lambda: self._run.committed))
+                return self._go_back(self._common(lambda: self._run.committed))
             # Some rank has nothing yet, and the others have no more than the first commit of all.
             if not all(has_any for has_any, _ in found) and not any(is_under_way for _, is_under_way in found):
                 self._ranks.together(self._begin_anew)
@@ -91,12 +92,10 @@ class Resumption:
             self._check_whole(wanted[0])
             return self._go_back(wanted)
 
-    def _has_stopped(self) -> bool:
-        """Return whether a load in this life of the run stopped halfway; StateError: there is nothing to resume."""
-        has_stopped = isinstance(self._store.condition, LoadingState) and not self._run.found
+    def _check_begins(self, *, has_stopped: bool) -> None:
+        """Raise StateError after the first step, if no rank has a step or a load in this life that stopped halfway."""
         if not (has_stopped or self._run.found or self._commits.step == 0):
             raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
-        return has_stopped
 
     def _go_back(self, candidates: Sequence[Manifest], *, begins_load: bool = True) -> Content:
         """Take up one of these steps in place of what there is; an error on the way says what leads on from it."""
@@ -173,6 +172,8 @@ class Resumption:
         have_parted = any(one and other and not one & other for one, other in combinations(newer, 2))
         if common and not have_parted:
             return
+        if not any(offer.steps for offer in of_all.values()):
+            raise ResumeError(self._run.folder, "has no committed step yet: load a checkpoint, or begin anew")
         what = "steps of different histories" if common else "no step that all ranks have of one history"
         offers = "; ".join(f"rank {rank} has {offer}" for rank, offer in of_all.items())
         raise ResumeError(

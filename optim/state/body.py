@@ -14,7 +14,7 @@ from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError,
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.overlap.worker import Worker, WorkerJob
 from nvme_offload.optim.state.asked import Blocks, Commitments, StepSettings
-from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState
+from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState, way_back_text
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
@@ -103,8 +103,12 @@ class StateBody(ABC):
     def note_half_written(self) -> None:
         """Note, in a load or where entries are set, that the state is neither old nor new until `be_whole`."""
         if not isinstance(self.condition, LoadingState):
-            is_durable = self.pipeline.seal is not None
-            self.condition = LoadingState(self.owner, split=self.table.has_split_params, is_durable=is_durable)
+            self.condition = LoadingState(self.owner, self.way_back)
+
+    @property
+    def way_back(self) -> str:
+        """Say what brings whole state back where a load or a step stopped."""
+        return way_back_text(split=self.table.has_split_params, is_durable=self.pipeline.seal is not None)
 
     def be_whole(self) -> None:
         """Note that all state and all parameters are of one step."""

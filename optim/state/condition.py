@@ -39,7 +39,7 @@ class StepPhase(enum.Enum):
     """An error ended the updates behind `step()`. Parameters that are pending cannot be read. `finish_step()` leads
     on."""
     SPOILT = "spoilt"
-    """An update was cut off, or gradients that are needed are gone. Only a load leads on."""
+    """An update was cut off, or gradients that are needed are gone. Only a load or `resume()` leads on."""
     DONE = "done"
     """All is updated."""
 
@@ -90,15 +90,14 @@ class LoadingState(Condition):
     lacks = frozenset({Need.NEXT_STEP, Need.STATE, Need.REST_OF_STEP})
     situation = "a load stopped halfway: part of the state is new and part is old"
 
-    def __init__(self, owner: str, *, split: bool, is_durable: bool) -> None:
+    def __init__(self, owner: str, way_back: str) -> None:
         super().__init__(owner)
-        self._split = split
-        self._resume = "call resume() to go on from the latest committed step, or " if is_durable else ""
+        self._way_back = way_back
 
     @property
     def way_on(self) -> str:
         """Say in words what can be done about the situation."""
-        return f"It cannot be finished: {self._resume}{checkpoint_text(split=self._split)}"
+        return f"It cannot be finished: {self._way_back}"
 
 
 class UnresumedRun(Condition):
@@ -134,6 +133,7 @@ def take_back_notes(error: BaseException, way_on: str) -> None:
     notes[:] = [note for note in notes if not note.endswith(way_on)]
 
 
-def checkpoint_text(*, split: bool) -> str:
-    """Say how a checkpoint leads on; `split`: there are split parameters, of which the state has a half."""
-    return _CHECKPOINT + (_MODEL_LAST if split else _MODEL_FIRST)
+def way_back_text(*, split: bool, is_durable: bool) -> str:
+    """Say what brings whole state back; `split`: there are split parameters, of which the state has a half."""
+    resume = "call resume() to go on from the latest committed step, or " if is_durable else ""
+    return f"{resume}{_CHECKPOINT}{_MODEL_LAST if split else _MODEL_FIRST}"

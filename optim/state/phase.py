@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import version_of
 from nvme_offload.offload.errors import StateError, check_may_follow
 from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.state.condition import Condition, Need, StepPhase, checkpoint_text
+from nvme_offload.optim.state.condition import Condition, Need, StepPhase
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.updates.whole_params import WholeParams
 from nvme_offload.optim.updates.work import StepScalars
@@ -82,7 +82,7 @@ class StepRecord(Condition):
         phase: BEGUN or RUNNING.
         number: of the step, counted from 1.
         order: subgroups in the order of this step: first those that are updated inside it, then those behind it.
-        split: whether there are split parameters, of which the state has a half.
+        way_back: what brings whole state back, in words.
         claims: of a step that is BEGUN.
         begun: the same step, as it began in backward; its subgroups are in `order` too.
     """
@@ -95,7 +95,7 @@ class StepRecord(Condition):
         order: Sequence[SlotRecord],
         inputs: StepInputs,
         *,
-        split: bool,
+        way_back: str,
         claims: Claims | None = None,
         begun: StepRecord | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class StepRecord(Condition):
         self.is_in_kernel = False
         """Whether a kernel works, or was cut off."""
         self._versions = {index: self._changes_of(index) for index in inputs.grads}
-        self._checkpoint = checkpoint_text(split=split)
+        self._way_back = way_back
         if begun is not None:
             self._go_on_from(begun)
 
@@ -232,9 +232,9 @@ class StepRecord(Condition):
         has_only_begun = self.phase is StepPhase.BEGUN and not self.is_in_kernel
         if Need.REST_OF_STEP in self.lacks and not has_only_begun:
             why = "It was cut off inside an update" if self.is_in_kernel else "Its gradients can be used no longer"
-            return f"{why}, so that it cannot be finished: {self._checkpoint}"
+            return f"{why}, so that it cannot be finished: {self._way_back}"
         call = f"call {'step()' if has_only_begun else 'finish_step()'} while the gradients are still as they were"
-        return f"When the cause is removed, {call}, or {self._checkpoint}"
+        return f"When the cause is removed, {call}, or {self._way_back}"
 
     def check_grads(self, indices: Iterable[int]) -> None:
         """Raise StateError if a gradient of these parameters has changed since the step began."""
@@ -254,7 +254,7 @@ class StepRecord(Condition):
         return StateError(
             self._owner,
             "gradients as they were when the step began",
-            f"gradients that have changed since. {self.situation}; {self._checkpoint}",
+            f"gradients that have changed since. {self.situation}; {self._way_back}",
         )
 
 

@@ -442,7 +442,9 @@ class FinalGradients:
         scalars = scalars_of(store, self._rule, self._groups, expected, factor)
         inputs = StepInputs({}, scalars, WholeParams([], [], torch.float32))
         claims = Claims(way_back=self.take_back if guess is not None else None)
-        begun = StepRecord(store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, split=True, claims=claims)
+        begun = StepRecord(
+            store.owner, StepPhase.BEGUN, self._meter.steps + 1, [], inputs, way_back=store.way_back, claims=claims
+        )
 
         def may_begin(slot: SlotRecord) -> bool:
             others = {run.param for run in slot.subgroup.runs} - expected

@@ -171,7 +171,7 @@ class Stepper:
             number,
             [*inside, *done, *behind],
             StepInputs({**rest, **captured}, scalars, self._whole_params(rest), counts, shards),
-            split=store.table.has_split_params,
+            way_back=store.way_back,
             begun=begun,
         )
         # Not earlier: where a hyperparameter is refused, the step is still to come.

@@ -27,6 +27,7 @@ import torch
 
 from nvme_offload import aio_native, offload, optim
 from nvme_offload.optim.updates.in_torch import WholeMatrix
+from nvme_offload.optim.updates.logged import LoggedKernel
 from nvme_offload.optim.updates.native import NativeKernel
 
 PACKAGES = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
@@ -163,7 +164,7 @@ def at_update(number: int, act: Callable[[], object]) -> Iterator[None]:
     """Have `act` done right before the `number`-th subgroup from now is updated, and not then if it raises."""
     numbers = count(1)
     with pytest.MonkeyPatch.context() as patch:
-        for kernel in (NativeKernel, WholeMatrix):
+        for kernel in (NativeKernel, LoggedKernel, WholeMatrix):
 
             def prepared(*arguments: Any, prepare: Callable[..., Callable[[], int]] = kernel.prepare) -> Any:
                 update = prepare(*arguments)

@@ -10,6 +10,7 @@ import pytest
 
 from nvme_offload import ResumeError, StateError, SwapIOError
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, settle, whole
+from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
@@ -199,3 +200,40 @@ def _rewind_on_a_full_drive(rank, world_size, path, starts_again):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_another(drive, world_size, starts_again):
     run_ranks(_rewind_on_a_full_drive, world_size, drive, starts_again)
+
+
+def _lose_a_step(rank, world_size, path, tiers, first):
+    """A second Ctrl-C cuts an update off. Later a drive stops a step, and what that needs is dropped."""
+    is_last = rank == world_size - 1
+    with durable("bf16", path, "run", tiers) as engine:
+        steps_of(engine, rank, range(first))
+        with ExitStack() as within:
+            if is_last:
+                within.enter_context(sigint_at_update(2, 2))
+                within.enter_context(pytest.raises(KeyboardInterrupt))
+            steps_of(engine, rank, [first])
+        if first == 0:
+            with pytest.raises(ResumeError, match="no committed step yet"):
+                engine.resume()
+            return
+        if is_last:
+            with pytest.raises(StateError, match=r"it cannot be finished: call resume\(\)"):
+                engine.step()
+        assert engine.resume() == (first, {})
+        assert_goes_on_to(engine, "bf16", path, first, first + 2, tiers, rank=rank)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if is_last else -1, -1))
+        with pytest.raises(SwapIOError, match="EFBIG") if is_last else nullcontext():
+            steps_of(engine, rank, [first + 2])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        engine.zero_grad()
+        assert engine.resume() == (first + 2, {})
+        assert_goes_on_to(engine, "bf16", path, first + 2, first + 4, tiers, rank=rank)
+
+
+SLOW_LOSS = pytest.param(2, "unclipped, logged", 2, marks=pytest.mark.slow)
+LOSSES = [(1, "off", 0), (1, "unclipped, logged", 2), (2, "off", 2), SLOW_LOSS]
+
+
+@pytest.mark.parametrize(("world_size", "tiers", "first"), LOSSES)
+def test_a_step_that_cannot_be_finished_is_gone_back_from_in_the_same_process(drive, world_size, tiers, first):
+    run_ranks(_lose_a_step, world_size, drive, tiers, first)
