@@ -233,8 +233,9 @@ class StepRecord(Condition):
         if Need.REST_OF_STEP in self.lacks and not has_only_begun:
             why = "It was cut off inside an update" if self.is_in_kernel else "Its gradients can be used no longer"
             return f"{why}, so that it cannot be finished: {self._way_back}"
-        call = f"call {'step()' if has_only_begun else 'finish_step()'} while the gradients are still as they were"
-        return f"When the cause is removed, {call}, or {self._way_back}"
+        call, first = ("step()", "zero_grad(), then ") if has_only_begun else ("finish_step()", "")
+        as_before = f"call {call} while the gradients are still as they were"
+        return f"When the cause is removed, {as_before}, or {first}{self._way_back}"
 
     def check_grads(self, indices: Iterable[int]) -> None:
         """Raise StateError if a gradient of these parameters has changed since the step began."""
