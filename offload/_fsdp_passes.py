@@ -221,7 +221,8 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
     """
     modules = model.named_modules()
     named = {id(group): (name, group) for name, module in modules for group in fsdp_param_groups(module)}
-    names, most = [name for name, _ in named.values()], max(len(group.fsdp_params) for _, group in named.values())
+    names = [name for name, _ in named.values()]
+    most = max(len(group.fsdp_params) for _, group in named.values())
 
     def ask(number: int, has: Sequence[bool] = (), refusal: str = "") -> list[int]:
         return of_any(names, number, [*has, *[False] * (most - len(has))], refusal)

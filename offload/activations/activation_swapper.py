@@ -84,7 +84,9 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         if self.config.keep == "all":
             found = []
         self._store = _store_of(config, faults)
-        keeps = {"contexts": lambda: AttentionResults(self.keep).contexts()} if self.config.keep == "attention" else {}
+        keeps: dict[str, Callable[[], Any]] = {}
+        if self.config.keep == "attention":
+            keeps["contexts"] = lambda: AttentionResults(self.keep).contexts()
         self._undo: Callable[[], object] = checkpoint_calls(found, self._is_outermost, **keeps)
 
     @property

@@ -31,7 +31,8 @@ class CommittedRank:
             raise ResumeError(where, "is of a run with further paths: name the folders of nvme_path that it had")
         uuids = {about["uuid"] for about in places.values()}
         if len(uuids) > 1:
-            raise ResumeError(where, f"is of another run than {', '.join(str(folder) for folder in folders[1:])}")
+            further = ", ".join(str(folder) for folder in folders[1:])
+            raise ResumeError(where, f"is of another run than {further}")
         (self.uuid,) = uuids
         paths, copies = [*self._folders, *others], 2 if others else 1
         self.space = SwapSpace(paths, direct="disabled", directory=_ReadOnly, copies=copies)

@@ -159,7 +159,8 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its description is no JSON: {error}") from error
     _check("description", about, isinstance(about, dict))
-    _check("identity", about.get("identity"), isinstance(about.get("identity"), str) and about["identity"].isalnum())
+    identity = about.get("identity")
+    _check("identity", identity, isinstance(identity, str) and identity.isalnum())
     for name in ("first", "alone"):
         _check(name, about.get(name), isinstance(about.get(name, False), bool))
     for name in ("commit", "previous"):

@@ -206,7 +206,8 @@ class ExtentRing:
     def chains_of(self, tables: Mapping[str, np.ndarray], layouts: Sequence[SlotLayout]) -> list[Chain]:
         """Read what a manifest refers to, and own nothing of it. Raises ResumeError if it is not of such slots."""
         stripes_of = [stripes for _, stripes, _ in self._rows.writes_of(tables)]
-        extents = {stripes: Extent(sum(stripe.size_bytes for stripe in stripes), stripes) for stripes in stripes_of}
+        sizes = {stripes: sum(stripe.size_bytes for stripe in stripes) for stripes in stripes_of}
+        extents = {stripes: Extent(size_bytes, stripes) for stripes, size_bytes in sizes.items()}
         return self._rows.read(tables, layouts, extents, where="a manifest")
 
     def written_over(self, tables: Mapping[str, np.ndarray]) -> list[int]:

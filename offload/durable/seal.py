@@ -95,7 +95,8 @@ def seal(memory: Memory, layout: ExtentLayout, sealed_as: SealedAs, sums: Sums) 
     """Write the trailer behind state and tail in a staging buffer; returns its root, an int64."""
     trailer = memory.view(torch.uint8, layout.trailer_at, layout.trailer_bytes)
     head = (sealed_as.incarnation, sealed_as.sequence, sealed_as.slot, sums.state.numel(), sums.tail.numel())
-    content = b"".join([_HEADER.pack(_MAGIC, *head), sums.state.numpy().tobytes(), sums.tail.numpy().tobytes()])
+    sums_of_both = [each.numpy().tobytes() for each in (sums.state, sums.tail)]
+    content = b"".join([_HEADER.pack(_MAGIC, *head), *sums_of_both])
     trailer.zero_()
     trailer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return _root(trailer)

@@ -107,7 +107,9 @@ class MemoryTier(ABC):
 
     def stats(self) -> EngineStats:
         """Bytes copied since construction."""
-        moved = {op: sum(count for (its_op, _), count in self._bytes_by_kind.items() if its_op is op) for op in Op}
+        moved = Counter[Op]()
+        for (op, _), count in self._bytes_by_kind.items():
+            moved[op] += count
         return EngineStats(bytes_read=moved[Op.READ], bytes_written=moved[Op.WRITE])
 
     def close(self) -> None:

@@ -197,4 +197,5 @@ def _save(tensor: Any, stream: HashingStream) -> None:
 def _compact(tensor: Any) -> Any:
     """Return a tensor on the CPU, without the rest of the storage it is a view of: torch.save would write that too."""
     tensor = tensor.detach().cpu()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous() else tensor.clone()
+    is_compact = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+    return tensor if is_compact else tensor.clone()

@@ -56,7 +56,8 @@ def total_norm(
     by_sharding: dict[_Sharding | None, list[int]] = {}
     for index in grads:
         leaf: Any = leaves[index]
-        is_sharded = tuple(not placement.is_replicate() for placement in leaf.placements) if is_dtensor(leaf) else ()
+        placements = leaf.placements if is_dtensor(leaf) else ()
+        is_sharded = tuple(not placement.is_replicate() for placement in placements)
         by_sharding.setdefault((leaf.device_mesh, is_sharded) if is_sharded else None, []).append(index)
     start = math.inf if found_inf else 0.0
     total = start if grads or found_inf else _NO_GRADIENT

@@ -203,7 +203,9 @@ class BlockCall:
         pairs = [(given[at], arriving.take()) for at, arriving in self._arriving.items()]
         found = [(one, grad) for one, grad in pairs if grad is not None]
         called: list[nn.Module] = []
-        hook = register_module_forward_pre_hook(lambda module, _: called.append(module)) if self._sums else None
+        hook = None
+        if self._sums:
+            hook = register_module_forward_pre_hook(lambda module, _: called.append(module))
         try:
             with torch.autocast(self._random.device.type, enabled=False):
                 torch.autograd.backward([one for one, _ in found], [grad for _, grad in found])

@@ -91,7 +91,8 @@ class Bench:
         """Measure torch's AdamW with parameters and state in bf16, and how fast a model computes there."""
         model, batch = self.made()
         model, batch = model.bfloat16(), batch.bfloat16()
-        numel, optimizer = sum(map(torch.numel, model.parameters())), torch.optim.AdamW(model.parameters(), fused=True)
+        numel = sum(map(torch.numel, model.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
         def compute() -> None:
             model(batch).float().square().mean().backward()

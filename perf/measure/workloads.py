@@ -137,7 +137,8 @@ class RawTarget(AbstractContextManager["RawTarget"]):
         for slot in self._slots:
             self._finish(slot)
         cpu_seconds, after = time.process_time() - cpu_seconds, self.engine.engine.stats()
-        counted = EngineStats(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(after)})
+        names = [field.name for field in fields(after)]
+        counted = EngineStats(**{name: getattr(after, name) - getattr(before, name) for name in names})
         begun = min(each.submitted_ns for each in operations)
         ended = max(each.completed_ns for each in operations)
         return Sample(

@@ -40,6 +40,7 @@ def joined(found: Sequence[RunFound]) -> list[RunFound]:
         parts = [run for run in found if run.name == name]
         in_order = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.committed_at or 0.0)
         ranks = sorted({rank.rank: rank for rank in in_order}.items())
-        num_ranks, hosts = max(part.num_ranks for part in parts), {**ChainMap(*(dict(part.hosts) for part in parts))}
+        num_ranks = max(part.num_ranks for part in parts)
+        hosts = {**ChainMap(*(dict(part.hosts) for part in parts))}
         runs.append(RunFound(name, tuple(rank for _, rank in ranks), num_ranks, hosts))
     return runs
