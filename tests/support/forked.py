@@ -40,6 +40,7 @@ def _serve(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> i
     if pid:
         return pid
     try:
+        forkserver._forkserver.__init__()  # its lock is held; children may want a server of their own
         faulthandler.disable()  # it writes into what is not ours here
         inherited = {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}
         nothing = os.open(os.devnull, os.O_RDWR)
