@@ -177,6 +177,18 @@ def test_of_another_model_nothing_is_taken_up_and_the_difference_is_named(drive)
         assert optimizer.resume() == (1, {})
 
 
+def test_state_that_came_later_gets_its_place_later_again_before_a_run_is_resumed(drive):
+    for done in (0, 2):
+        with fresh(drive) as optimizer:
+            late = params_in(optimizer)[0].requires_grad_(False)
+            optimizer.place()
+            late.requires_grad_(True)
+            assert (optimizer.resume() or (0, {})) == (done, {})
+            train(optimizer, range(done, done + 2))
+    with fresh(drive) as optimizer, pytest.raises(ResumeError, match=r"of another run than this: .*subgroups"):
+        optimizer.resume()
+
+
 @pytest.mark.parametrize("what", ["manifest", "extent"])
 def test_where_the_newest_step_is_damaged_the_one_before_it_is_taken(drive, what):
     with fresh(drive) as optimizer:
