@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nvme_offload import OffloadAdamW
-from tests.support.training import BLOCK, Twin, assert_same_bits, params_of, section, set_grads, snapshot
+from tests.support.training import BLOCK, Twin, assert_same_bits, params_of, section, set_grads, snapshot, take_steps
 
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -35,8 +35,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(make_adamw, device, bad, c
 def test_where_no_step_may_be_skipped_such_a_gradient_is_an_error(drive):
     params = params_of([(BLOCK + 3,)], torch.bfloat16)
     with OffloadAdamW(params, offload={**section(drive), "skip_non_finite": False}) as optimizer:
-        set_grads(params, 0)
-        optimizer.step()
+        take_steps(optimizer, params, 0)
         before = snapshot(optimizer)
         params[0].grad.view(-1)[5] = torch.inf
         with pytest.raises(ValueError, match="skip_non_finite") as caught:
@@ -102,12 +101,10 @@ def test_an_fp32_parameter_is_its_own_master(make_adamw, recwarn):
     params = params_of([(BLOCK + 9,)], torch.float32)
     twin, optimizer = Twin(params), make_adamw(params)
     for step in range(3):
-        set_grads(params, step)
         with torch.no_grad():
             params[0].mul_(0.5)
         twin.take_over(0, 0, BLOCK + 9, params[0])
-        twin.step([params[0].grad])
-        optimizer.step()
+        take_steps(optimizer, params, step, twin=twin)
     twin.assert_equals(optimizer)
     assert not list(recwarn)
 
@@ -119,11 +116,9 @@ def test_neither_a_change_before_the_first_step_nor_a_write_of_the_same_bits_is_
         params[0].mul_(3)  # a checkpoint loaded into the model, say
     twin = Twin(params)
     for step in range(3):
-        set_grads(params, step)
         if step:
             params[0].data.copy_(params[0].data.clone())  # model.load_state_dict of what is there
-        twin.step([params[0].grad])
-        optimizer.step()
+        take_steps(optimizer, params, step, twin=twin)
     twin.assert_equals(optimizer)
     assert optimizer.stats().resplit_blocks == 0
     assert not list(recwarn)

@@ -15,6 +15,7 @@ from tests.support.training import (
     params_of,
     set_grads,
     snapshot,
+    take_steps,
 )
 
 SHAPES = [(50_021,), (33, 65), (1,)]
@@ -29,9 +30,7 @@ def master_of(optimizer, p):
 def test_a_learning_rate_may_be_a_tensor(make_adamw):
     p = param((500,))
     twin, optimizer = Twin([p], {**SETTINGS, "lr": 0.5}), make_adamw([p], lr=torch.tensor(0.5))
-    set_grads([p], 0)
-    twin.step([p.grad])
-    optimizer.step()
+    take_steps(optimizer, [p], 0, twin=twin)
     twin.assert_equals(optimizer)
 
 

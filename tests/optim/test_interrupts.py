@@ -10,6 +10,7 @@ import torch
 from nvme_offload import OffloadAdamW, StateError
 from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided, struck
 from tests.support.own_resources import Resources
+from tests.support.tiers import check_buffers, goes_on
 from tests.support.training import BLOCK, SETTINGS, assert_same_training, noted, params_of, section, set_grads
 
 SHAPES = [(2 * BLOCK,), (BLOCK,), (BLOCK,)]
@@ -65,9 +66,7 @@ class Pair:
         with noted(f"struck at {place}"):
             self.step()
             assert_same_training(self.optimizer, self.twin)
-        pipeline = self.optimizer.store.pipeline
-        assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
-        assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
+        check_buffers(self.optimizer, place)
 
 
 READERS = {
@@ -118,15 +117,10 @@ def cut_off(pair, interrupt, strike):
     error = struck(interrupt, optimizer.step)
     if error is not None:
         said(optimizer, error, before, strike)
-    if optimizer.has_unfinished_step:
-        try:
-            optimizer.finish_step()
-        except StateError:
-            assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
-            assert interrupt.place.endswith(IN_THE_KERNEL), interrupt.place
-            pair.load()
-    elif optimizer.stats().steps == before:
-        optimizer.step()
+    if not goes_on(optimizer, before):
+        assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+        assert interrupt.place.endswith(IN_THE_KERNEL), interrupt.place
+        pair.load()
 
 
 def said(optimizer, error, before, strike):
@@ -171,12 +165,9 @@ def test_finishing_can_be_cut_short_too(make_adamw, monkeypatch, strike, stride)
         assert optimizer.store.blocks.advance == advance
         assert optimizer.has_unfinished_step
         struck(interrupt, optimizer.finish_step)
-        if optimizer.has_unfinished_step:
-            try:
-                optimizer.finish_step()
-            except StateError:
-                assert strike is raise_struck
-                pair.load()
+        if not goes_on(optimizer, None):
+            assert strike is raise_struck
+            pair.load()
         pair.check(interrupt.place)
 
 

@@ -123,9 +123,7 @@ def test_state_that_is_dropped_begins_afresh(make_adamw, device, drop):
             twin.steps[0] = 0
             for values in twin.states.values():
                 values[0][:] = 0
-        set_grads([p], step)
-        twin.step([p.grad])
-        optimizer.step()
+        take_steps(optimizer, [p], step, twin=twin)
     twin.assert_equals(optimizer)
 
 

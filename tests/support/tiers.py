@@ -137,6 +137,30 @@ def train_step(engine, step, rank=0, length=7):
         engine.step()
 
 
+def goes_on(optimizer, before):
+    """Finish a step that was cut short, or repeat it where no more than `before` are done; False: it says it cannot."""
+    if optimizer.has_unfinished_step:
+        try:
+            optimizer.finish_step()
+        except StateError:
+            return False
+    elif optimizer.stats().steps == before:
+        optimizer.step()
+    return True
+
+
+def check_buffers(optimizer, place, *, may_hold=False):
+    """Each buffer of an optimizer struck at that place is free or has one owner; no block is held unless one may be."""
+    store = optimizer.store
+    owners = [(store.pipeline.pool, store.pipeline.residents)]
+    for cache in (tier.cache for tier in (store.blocks.params, store.blocks.grads) if tier is not None):
+        assert may_hold or not any(block.holds for block in cache.blocks), place
+        owners.append((cache._pool, cache.residents))
+    for pool, residents in owners:
+        assert pool.num_free + len(residents) == pool.num_buffers, place
+        assert len({each.buffer.place for each in residents}) == len(residents), place
+
+
 def strike_each(interrupts, engine, twin, step, go_on, load, *, may_refuse):
     """Have an engine do the steps of its twin, struck at another point in each; yield it and the interrupt behind each.
 

@@ -6,9 +6,9 @@ from itertools import count
 import pytest
 import torch
 
-from nvme_offload import StateError
 from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided
 from tests.support.logged_pair import ADAMW
+from tests.support.tiers import check_buffers, goes_on
 from tests.support.training import BLOCK, noted
 
 
@@ -28,13 +28,8 @@ def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stri
         before = optimizer.stats().steps
         with contextlib.suppress(Struck, KeyboardInterrupt), interrupt:
             optimizer.step()
-        if optimizer.has_unfinished_step:
-            try:
-                optimizer.finish_step()
-            except StateError:  # struck in the kernel, of which nobody knows how far it got
-                pair.load()
-        elif optimizer.stats().steps == before:
-            optimizer.step()
+        if not goes_on(optimizer, before):  # struck in the kernel, of which nobody knows how far it got
+            pair.load()
 
     for interrupt in every(stride, strike):
         pair.plain_step(by=lambda at=interrupt: step(at))
@@ -77,6 +72,5 @@ def check(pair, interrupt):
     """The bits are those of the other training, and each buffer is free or has one owner."""
     with noted(f"struck at {interrupt.place}"):
         pair.check()
-    store = pair.logged.store
-    assert store.pool.num_free + len(store.pipeline.residents) == store.pool.num_buffers, interrupt.place
+    check_buffers(pair.logged, interrupt.place)
     pair.logged.synchronize()

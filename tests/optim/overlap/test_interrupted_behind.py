@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW, StateError
+from nvme_offload import OffloadAdamW
 from tests.optim.test_interrupts import default_handler  # noqa: F401
 from tests.support.interrupts import STRIKES, every, raise_struck, send_sigint, strided, struck
 from tests.support.pairs import each_value_once
 from tests.support.sharded_model import assert_same, full_state
-from tests.support.tiers import loss_of, make, section
+from tests.support.tiers import check_buffers, goes_on, loss_of, make, section
 from tests.support.training import assert_same_training, noted
 
 
@@ -40,9 +40,7 @@ class Pair:
             self.backward()
             self.step()
             assert_same(*[full_state(one.module, one.optimizer) for one in (self.engine, self.twin)])
-        pipeline = self.optimizer.store.pipeline
-        assert pipeline.pool.num_free + len(pipeline.residents) == pipeline.pool.num_buffers
-        assert len({slot.buffer.place for slot in pipeline.residents}) == len(pipeline.residents)
+        check_buffers(self.optimizer, place)
 
     def close(self):
         self.engine.close()
@@ -64,10 +62,7 @@ def test_a_step_is_handed_over_finished_or_repeated(pair, strike, stride):
         pair.twin.optimizer.step()
         before = pair.optimizer.num_steps
         struck(interrupt, pair.optimizer.step)
-        if pair.optimizer.has_unfinished_step:
-            pair.optimizer.finish_step()
-        elif pair.optimizer.num_steps == before:
-            pair.optimizer.step()
+        assert goes_on(pair.optimizer, before)
         pair.check(interrupt.place)
 
 
@@ -81,10 +76,7 @@ def test_so_is_the_first_step_behind_which_the_thread_begins(tmp_path, strike, s
                 model(torch.ones(3, 129, dtype=torch.bfloat16)).sum().backward()
             twin.step()
             struck(interrupt, optimizer.step)
-            if optimizer.has_unfinished_step:
-                optimizer.finish_step()
-            elif optimizer.num_steps == 0:
-                optimizer.step()
+            assert goes_on(optimizer, 0)
             optimizer.step()
             twin.step()
             assert_same_training(optimizer, twin)
@@ -135,13 +127,10 @@ def test_finishing_what_stopped_behind_a_step_can_be_cut_short(pair, monkeypatch
             pair.optimizer.store.worker.wait_until(lambda: pair.optimizer.store.record.phase.name == "STOPPED")
         assert pair.optimizer.has_unfinished_step
         struck(interrupt, pair.optimizer.finish_step)
-        if pair.optimizer.has_unfinished_step:
-            try:
-                pair.optimizer.finish_step()
-            except StateError:
-                assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
-                state, weights = pair.twin.optimizer.state_dict(), pair.twin.module.state_dict()
-                pair.optimizer.load_state_dict(state)
-                pair.engine.module.load_state_dict(weights)
-                pair.optimizer.load_state_dict(state)
+        if not goes_on(pair.optimizer, None):
+            assert strike is raise_struck, "Ctrl-C is held back where a step could not be finished"
+            state, weights = pair.twin.optimizer.state_dict(), pair.twin.module.state_dict()
+            pair.optimizer.load_state_dict(state)
+            pair.engine.module.load_state_dict(weights)
+            pair.optimizer.load_state_dict(state)
         pair.check(interrupt.place)

@@ -20,7 +20,7 @@ from tests.support.interrupts import (
     struck,
 )
 from tests.support.sharded_model import GOES_ON, assert_same, full_state
-from tests.support.tiers import EVERYTHING, loss_of, make, section, strike_each, train_step
+from tests.support.tiers import EVERYTHING, check_buffers, loss_of, make, section, strike_each, train_step
 from tests.support.training import noted
 
 pytestmark = GOES_ON
@@ -33,16 +33,6 @@ def go_on(engine, number):
         if not engine._accumulation.has_backward:
             engine.backward(loss_of(engine, number, engine.micro_steps))
         engine.step()
-
-
-def check_buffers(engine, place):
-    store = engine.optimizer.store
-    owners = [(store.pipeline.pool, store.pipeline.residents)]
-    for cache in (tier.cache for tier in (store.blocks.params, store.blocks.grads) if tier is not None):
-        assert not any(block.holds for block in cache.blocks), place
-        owners.append((cache._pool, cache.residents))
-    for pool, residents in owners:
-        assert pool.num_free + len({each.buffer.place for each in residents}) == pool.num_buffers, place
 
 
 def sections(path, mode):
@@ -88,7 +78,7 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, insi
             engine.optimizer.synchronize()
             interrupt.kept = None  # what its frames hold
             gc.collect()
-            check_buffers(engine, interrupt.place)
+            check_buffers(engine.optimizer, interrupt.place)
     engine.close()
     assert not list(drive.iterdir())
 
