@@ -182,19 +182,21 @@ LARGE = "--params 1e12 --layers 128 --hidden 25600 --vocab 128000 --ranks 4096 -
 RATES = "--read-bw 25GB --write-bw 12GB --flops 3e14 --tbw 14000"
 
 
-def plan(arguments):
+def plan(arguments, config=None, folder=None):
+    """The command, of a section if there is one, which is written into that folder."""
+    if config is not None:
+        file = folder / "offload.json"
+        file.write_text(json.dumps(config))
+        arguments += f" --config {file}"
     return CliRunner().invoke(app, ["plan", *arguments.split()])
 
 
 def planned(arguments, config, tmp_path):
-    file = tmp_path / "offload.json"
-    file.write_text(json.dumps(config))
-    return plan(f"--params 1e6 --layers 4 --host-memory 16GiB --config {file} {arguments}")
+    return plan(f"--params 1e6 --layers 4 --host-memory 16GiB {arguments}", config, tmp_path)
 
 
 def test_a_trillion_parameters_on_thousands_of_ranks(tmp_path):
-    (tmp_path / "offload.json").write_text(json.dumps(section(tmp_path, params=2, grads=2)))
-    document = json.loads(plan(f"{LARGE} {RATES} --json --config {tmp_path / 'offload.json'}").stdout)
+    document = json.loads(plan(f"{LARGE} {RATES} --json", section(tmp_path, params=2, grads=2), tmp_path).stdout)
     assert document["model"]["parameters"] == 10**12
     assert document["bytes_per_rank"]["optimizer state"]["nvme"] == pytest.approx(10 * 10**12 / 4096, rel=0.01)
     assert document["iteration"]["seconds"] > 0
@@ -245,9 +247,9 @@ LLAMA_70B = "--params 70e9 --layers 80 --hidden 8192 --vocab 128256"
 )
 def test_models_on_gpus(model, ranks, kept, tmp_path):
     """70 B fit one GPU of 80 GiB with all of it off the GPU."""
-    file, blocks = tmp_path / "offload.json", 2 if kept == "nvme" else None
-    file.write_text(json.dumps(section(tmp_path, params=blocks, grads=blocks)))
-    result = plan(f"{model} {H100} --ranks {ranks} --tokens 16384 --json --config {file}")
+    blocks = 2 if kept == "nvme" else None
+    config = section(tmp_path, params=blocks, grads=blocks)
+    result = plan(f"{model} {H100} --ranks {ranks} --tokens 16384 --json", config, tmp_path)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     numel, held = document["model"]["parameters"], document["bytes_per_rank"]
@@ -272,11 +274,11 @@ def test_models_on_gpus(model, ranks, kept, tmp_path):
 )
 def test_a_step_of_7_b_is_what_it_is_by_hand(read, write, drive_seconds, tmp_path):
     """On a GPU of 141 GB: one drive, four newer ones, and none, where 70 GB of state fit host memory."""
-    file = tmp_path / "offload.json"
-    file.write_text(json.dumps(section(tmp_path)))
-    state = f"--read-bw {read} --write-bw {write} --config {file}" if read else "--read-bw 7.45GB --write-bw 1.5GB"
+    rates = f"--read-bw {read} --write-bw {write}" if read else "--read-bw 7.45GB --write-bw 1.5GB"
     gpu = "--gpu-memory 141GB --pcie 55GB/s --flops 4.2e14 --update-rate 4.7e9 --host-memory 256GB --tokens 16384"
-    found = json.loads(plan(f"--params 7e9 --layers 32 --hidden 4096 {gpu} {state} --json").stdout)["iteration"]
+    config = section(tmp_path) if read else None
+    result = plan(f"--params 7e9 --layers 32 --hidden 4096 {gpu} {rates} --json", config, tmp_path)
+    found = json.loads(result.stdout)["iteration"]
     by_hand = {
         "compute": 8 * 7e9 * 16384 / 4.2e14,  # forward, forward again and backward: 2, 2 and 4 for each number
         "pcie": 4 * 7e9 / 55e9,  # parameters and gradients come down, two bytes each, while parameters go up
@@ -306,10 +308,7 @@ def test_the_schedule_of_what_leaves_a_gpu(tmp_path, params, grads, asked, expec
         "skip_non_finite": asked != "backward",
         **({"overlap_step": asked} if asked else {}),
     }
-    (tmp_path / "section.json").write_text(json.dumps(config))
-    result = plan(
-        f"--params 1e8 --layers 4 --hidden 1024 {H100} --tokens 16384 --json --config {tmp_path / 'section.json'}"
-    )
+    result = plan(f"--params 1e8 --layers 4 --hidden 1024 {H100} --tokens 16384 --json", config, tmp_path)
     assert json.loads(result.stdout)["iteration"]["overlap_step"] == expected
 
 
@@ -576,17 +575,16 @@ def test_activations_leave_a_gpu(device):
 
 def test_the_plan_says_how_activations_are_kept_fastest(tmp_path):
     place = {"device": "nvme", "nvme_path": "/mnt", "host_budget": "1GiB"}
-    file = tmp_path / "offload.json"
+    moments = {"type": "AdamW", "params": {"state_dtype": "bf16"}}
+    config = section("/mnt", activations=place, optimizer=moments)
+    model = "--params 1e9 --layers 20 --hidden 2048 --tokens 65536"
+    rates = "--read-bw 2GB --write-bw 1GB --host-memory 64GiB"
     for flops, fastest, more in (
-        (1e10, "all", []),
-        (1e14, "boundaries", ["--sequence", "1024"]),
-        (1e13, "attention", ["--sequence", "65536"]),
+        (1e10, "all", ""),
+        (1e14, "boundaries", "--sequence 1024"),
+        (1e13, "attention", "--sequence 65536"),
     ):
-        moments = {"type": "AdamW", "params": {"state_dtype": "bf16"}}
-        file.write_text(json.dumps(section("/mnt", activations=place, optimizer=moments)))
-        arguments = ["plan", "--params", "1e9", "--layers", "20", "--hidden", "2048", "--tokens", "65536"]
-        arguments += ["--flops", str(flops), "--read-bw", "2GB", "--write-bw", "1GB", "--host-memory", "64GiB"]
-        done = CliRunner().invoke(app, [*arguments, *more, "--config", str(file)])
+        done = plan(f"{model} {rates} --flops {flops} {more}", config, tmp_path)
         words = " ".join(done.output.split())
         assert ("attention" in words.split("activations.keep:")[1]) == bool(more)
         assert "Activations: boundaries, 4,096 bytes for each token and layer" in words
