@@ -9,14 +9,11 @@ import mmap
 import os
 import sys
 import traceback
-import warnings
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from nvme_offload.offload.durable.inventory import find_runs, remove_run
-from tests.support.killed_steps import fork, kill, train_optimizer
+from tests.support.killed_steps import be_ready_to_fork, fork, kill, train_optimizer
 
 BESIDE = {"durable": {"rewrite_every": 3, "buffers": 2}, "durable in place": {}, "plain": None}
 """How each of the others is made to last; None: it ends with its process."""
@@ -71,10 +68,7 @@ class Bystander:
 
 def main(root, num_kills, seed, *kinds):
     """Kill runs of these kinds beside the others, and print what became of all of them."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
-    torch.compiler.disable(lambda: None)()  # imports what every life would import once more
+    be_ready_to_fork()
     path = Path(root)
     stranger = Stranger(path)
     expected = train_optimizer(path, None, lambda *_: None)

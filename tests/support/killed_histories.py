@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from nvme_offload import OffloadAdamW, StateError
 from nvme_offload.offload.durable.inventory import find_runs, remove_snapshot
 from nvme_offload.perf.runs import command
 from tests.support.durable_engine import durable, whole
-from tests.support.killed_steps import DTYPES, SHAPES, digest_of, durable_section, fork, gradients_of
+from tests.support.killed_steps import DTYPES, SHAPES, be_ready_to_fork, digest_of, durable_section, fork, gradients_of
 from tests.support.resuming import steps_of
 from tests.support.training import params_of
 
@@ -374,10 +373,7 @@ def kill(root, kind, num_kills, seed):
 
 def main(root, num_kills, seed, *kinds):
     """Kill runs of each of these kinds so often, and print what became of them."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
-    torch.compiler.disable(lambda: None)()
+    be_ready_to_fork()
     found = {}
     for kind in kinds:
         folder = Path(root) / kind

@@ -290,13 +290,18 @@ def _kill(name, num_kills, seed, other, lives_of):
     return {"kills": done, "history": history, "erased": erased, "behind": behind}
 
 
-def main(root, num_kills, seed, *names):
-    """Kill runs of each of these kinds so often, and print what became of them."""
-    faulthandler.enable()
+def be_ready_to_fork():
+    """Say nothing, have one thread, and have imported what lives need."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch._C._ensureCUDADeviceGuardSet = lambda: None  # as in simulator/install.py: it forks
     torch.compiler.disable(lambda: None)()  # imports what every life would import once more
+
+
+def main(root, num_kills, seed, *names):
+    """Kill runs of each of these kinds so often, and print what became of them."""
+    faulthandler.enable()
+    be_ready_to_fork()
     run_copies._LEAST_SHARE_BYTES, run_copies._PIECE_BYTES = 1 << 20, 1 << 16  # kills come while a copy is made again
     with tempfile.TemporaryDirectory(dir="/dev/shm" if any(KINDS[name].copies for name in names) else None) as other:
         json.dump({name: kill(Path(root), name, num_kills, seed, Path(other)) for name in names}, sys.stdout)

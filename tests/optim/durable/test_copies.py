@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nvme_offload import ConfigError, FaultSpec, OffloadAdamW, ResumeError, SwapIOError
+from tests.optim.durable.test_durable_steps import train
 from tests.optim.durable.test_exported_runs import damage, exported
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.durable_run import offload_runs
@@ -22,16 +23,7 @@ from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
-from tests.support.training import (
-    assert_same_bits,
-    faulty_drive,
-    params_in,
-    params_of,
-    section,
-    set_grads,
-    snapshot,
-    storage_io,
-)
+from tests.support.training import assert_same_bits, faulty_drive, params_of, section, snapshot, storage_io
 
 _SHUT_DOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, without a flush
 
@@ -48,12 +40,6 @@ def other(drive):
 def fresh(drive, other, **more):
     made = durable_section(drive, "run", other=other, **more)
     return OffloadAdamW(params_of(SHAPES, *DTYPES), lr=1e-2, offload=made)
-
-
-def train(optimizer, steps):
-    for step in steps:
-        set_grads(params_in(optimizer), step)
-        optimizer.step()
 
 
 @functools.cache

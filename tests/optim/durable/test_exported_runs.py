@@ -68,16 +68,13 @@ def train_until_killed(rank, world_size, path, mode, tiers):
 
 
 def resume_and_export(rank, world_size, path, folder, mode, tiers):
+    steps = []
     with durable(mode, path, "run", tiers) as engine:
         for snapshot in (None, "early"):
-            step, _ = engine.resume(snapshot)
+            steps.append(engine.resume(snapshot)[0])
             for dtype in DTYPES:
                 engine.export_safetensors(folder / f"{snapshot}-{dtype}", dtype)
-            yield step
-
-
-def resumed(*arguments):
-    return list(resume_and_export(*arguments))
+    return steps
 
 
 QUICK = [(2, "fp16", "everything, logged")]
@@ -96,7 +93,7 @@ def test_the_weights_of_a_run_that_was_killed_are_those_that_it_resumes_with(dri
         for dtype in DTYPES:
             exported("run", tmp_path / f"{snapshot}-{dtype}", drive, "--dtype", dtype, "--partly", *chosen)
     assert {path: path.read_bytes() for path in before} == before
-    steps = run_ranks(resumed, world_size, drive, tmp_path / "resumed", mode, tiers)[0]
+    steps = run_ranks(resume_and_export, world_size, drive, tmp_path / "resumed", mode, tiers)[0]
     assert steps[0] in (4, 5)
     assert steps[1] == 2
     for snapshot in (None, "early"):
