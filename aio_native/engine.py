@@ -134,9 +134,8 @@ class EngineOptions:
             if not low <= value <= high:
                 raise ValueError(f"EngineOptions.{name}={value}: must lie between {low} and {high}")
         if self.block_size % self.alignment:
-            raise ValueError(
-                f"EngineOptions.block_size={self.block_size}: must be a multiple of alignment={self.alignment}"
-            )
+            what = f"must be a multiple of alignment={self.alignment}"
+            raise ValueError(f"EngineOptions.block_size={self.block_size}: {what}")
 
 
 @dataclass(frozen=True, kw_only=True)

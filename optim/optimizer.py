@@ -277,9 +277,8 @@ class OffloadOptimizer(Optimizer):
             ValueError: `max_norm` is not more than 0.
         """
         if not max_norm > 0:
-            raise ValueError(
-                f"clip_grad_norm_: max_norm is {max_norm} and has to be more than 0; zero_grad drops gradients"
-            )
+            what = f"max_norm is {max_norm} and has to be more than 0; zero_grad drops gradients"
+            raise ValueError(f"clip_grad_norm_: {what}")
         self._follow()
         return torch.tensor(self._stepper.clip_grads(self.param_groups, max_norm), dtype=torch.float64, device="cpu")
 

@@ -189,9 +189,8 @@ class Staging(Generic[S]):
     def residents(self) -> list[S]:
         """Slots that hold a buffer, the one touched longest ago first; of those that rest in one of their own, none."""
         owners: list[S] = [owner for pool in (self.pool, self._spare) if pool is not None for owner in pool.owners]
-        owners += [
-            owner for pool in self._own_pools for owner in pool.owners if owner.residency is not Residency.STAGED
-        ]
+        of_own = (owner for pool in self._own_pools for owner in pool.owners)
+        owners += [owner for owner in of_own if owner.residency is not Residency.STAGED]
         return sorted(owners, key=attrgetter("touched"))
 
     def touch(self, slot: S) -> None:

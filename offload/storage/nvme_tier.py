@@ -308,10 +308,8 @@ def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: dic
 def _error(space: SwapSpace, engines: EngineInUse, op: Op, what: str, failure: Failure) -> SwapIOError:
     kind = SwapIOError
     if failure.engine_lost:
-        kind = EngineLostError
-        what = (
-            f"{what}; the {engines.latest.engine.name} engine is dead, and no other takes its place: {engines.no_other}"
-        )
+        kind, name = EngineLostError, engines.latest.engine.name
+        what = f"{what}; the {name} engine is dead, and no other takes its place: {engines.no_other}"
     return kind(
         failure.errno,
         path=space.path_of(failure.fd),

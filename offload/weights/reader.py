@@ -239,9 +239,8 @@ def _tensors_of_index(index: Path) -> dict[str, HeaderEntry]:
         headers[place], digest = _read_header(file)
         if place in digests and digests[place] != digest:
             why = "an export over an earlier one was cut off, or a file was exchanged"
-            raise WeightsError(
-                index, f"names {place}, and that file is not the one it was written with: {why}; export again"
-            )
+            what = f"names {place}, and that file is not the one it was written with: {why}; export again"
+            raise WeightsError(index, what)
     if wrong := [f"{name} in {place}" for name, place in places.items() if name not in headers[place]]:
         raise WeightsError(index, f"names {', '.join(wrong[:4])}, and that file has no such tensor; {_DAMAGED}")
     return {name: headers[place][name] for name, place in places.items()}

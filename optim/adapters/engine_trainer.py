@@ -51,9 +51,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if args.n_gpu > 1:
             raise ValueError(f"OffloadTrainer: this process has {args.n_gpu} devices; start one for each, by torchrun")
         if args.bf16_full_eval or args.fp16_full_eval:
-            raise ValueError(
-                "OffloadTrainer: it evaluates in the section's precision; leave out bf16_ and fp16_full_eval"
-            )
+            remedy = "leave out bf16_ and fp16_full_eval"
+            raise ValueError(f"OffloadTrainer: it evaluates in the section's precision; {remedy}")
         self.engine = engine
         self._micro_batches: list[Any] = []
         self._losses: list[torch.Tensor] = []

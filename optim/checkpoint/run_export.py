@@ -165,9 +165,8 @@ def _items_of(rank: RankOfStep, weights: str = "master") -> Iterator[Item]:
 
 def _check_whole(run: str, name: str, numel: int, whole_numel: int) -> None:
     if numel != whole_numel:
-        raise ResumeError(
-            run, f"has {numel} of {whole_numel} elements of {name}: the others are on no rank that is here"
-        )
+        what = f"has {numel} of {whole_numel} elements of {name}: the others are on no rank that is here"
+        raise ResumeError(run, what)
 
 
 class _NothingLeft(AbstractContextManager["_NothingLeft"]):

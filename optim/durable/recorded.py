@@ -73,9 +73,8 @@ class RecordedRun:
         try:
             revision = int(identity["kernel_revision"])
             if revision != REVISION and identity["rewrite_every"] > 1:
-                raise ResumeError(
-                    folder, f"has a log of kernel revision {revision}, and this version replays {REVISION}"
-                )
+                what = f"has a log of kernel revision {revision}, and this version replays {REVISION}"
+                raise ResumeError(folder, what)
             rules = [_rule_of(rule) for rule in identity["rules"]]
             params = [_param_of(name, param, rules) for name, param in identity["parameters"].items()]
             order = [int(param["index"]) for param in identity["parameters"].values()]

@@ -114,9 +114,8 @@ class Resumption:
         found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
         if not found:
             there = ", ".join(str(manifest.step) for manifest in whole) or "none"
-            raise StateError(
-                "rewind", f"a committed step {steps} before the latest (rewind_steps says how many there are)", there
-            )
+            wanted = f"a committed step {steps} before the latest (rewind_steps says how many there are)"
+            raise StateError("rewind", wanted, there)
         return found
 
     def _check_whole(self, manifest: Manifest) -> None:

@@ -122,9 +122,8 @@ def check_no_overlap(params: Sequence[torch.Tensor], names: Sequence[str]) -> No
     )
     for (_, stop, first), (start, _, second) in pairwise(ranges):
         if start < stop:
-            raise ValueError(
-                f"{names[first]} and {names[second]} share memory: tie weights by using one Parameter in both places"
-            )
+            remedy = "tie weights by using one Parameter in both places"
+            raise ValueError(f"{names[first]} and {names[second]} share memory: {remedy}")
 
 
 def flat_grad(leaf: torch.Tensor, layout: Layout, name: str) -> torch.Tensor | None:

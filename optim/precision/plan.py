@@ -50,9 +50,8 @@ class PrecisionPlan:
         """Dtype with which forward runs under `torch.autocast`; None where it does not."""
         self.loss_scaling = self.mode in ("fp16", "autocast-fp16")
         """Whether the loss is scaled, as the keys of the ``fp16`` section say."""
-        self.watches_modules = bool(
-            self.autocast and "lower_precision_safe_modules" not in config.torch_autocast.model_fields_set
-        )
+        names_classes = "lower_precision_safe_modules" in config.torch_autocast.model_fields_set
+        self.watches_modules = self.autocast is not None and not names_classes
         """Whether autocast runs, and the section does not name the classes whose parameters it may round."""
         self.arrived_mixed = arrived_mixed
         """Whether a 16-bit model came with 16-bit and with fp32 parameters: its own code casts."""

@@ -27,9 +27,8 @@ MAX_SCALARS = 12
 
 _MAGIC = int.from_bytes(b"nvmelog1", "little")
 _HEADER = np.dtype([("magic", "<u8"), ("runs", "<i8"), ("data_bytes", "<i8")])
-_RECORD = np.dtype(
-    [("grad_dtype", "<i4"), ("num_scalars", "<i4"), ("grad_scale", "<f4"), ("scalars", "<f4", MAX_SCALARS)]
-)
+_ABOUT_GRAD = [("grad_dtype", "<i4"), ("num_scalars", "<i4"), ("grad_scale", "<f4")]
+_RECORD = np.dtype([*_ABOUT_GRAD, ("scalars", "<f4", MAX_SCALARS)])
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_GRAD = -1
 _LINE = 64  # bytes: what the kernel begins each tile at

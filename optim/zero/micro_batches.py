@@ -116,6 +116,5 @@ def check_alike(num_micro_batches: int, mesh: DeviceMesh) -> None:
     """Raise ValueError on every rank if they have different numbers of micro-batches. Collective."""
     found = gather(num_micro_batches, *mesh.get_all_groups())
     if len({*found.values()}) > 1:
-        raise ValueError(
-            f"engine.accumulate: ranks have different numbers of micro-batches in a step, by rank: {found}"
-        )
+        what = f"ranks have different numbers of micro-batches in a step, by rank: {found}"
+        raise ValueError(f"engine.accumulate: {what}")

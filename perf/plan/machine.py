@@ -54,9 +54,8 @@ class Drives:
             what = "is no result of offload bench with read, write and mixed"
             raise MachineError(f"{file} {what} ({error!r}); {how}") from None
         if verified is not True:
-            raise MachineError(
-                f"{file}: nothing was verified: the null engine moves no bytes; choose another --ioengine"
-            )
+            why = "the null engine moves no bytes; choose another --ioengine"
+            raise MachineError(f"{file}: nothing was verified: {why}")
         if direct is not True:
             why = "without direct I/O, so that much of it was done by the page cache"
             raise MachineError(f"{file} was measured {why}; measure with --direct required")
