@@ -23,6 +23,11 @@ from nvme_offload.optim.tiers.parts import drop_gathered
 Check = Callable[[Mapping[str, Any], int], None]
 """Looks whether hyperparameters can take the place of those of the group with this number."""
 
+_UNCHANGED = (
+    "Nothing of it has changed. Make model and optimizer as that run had them (parameters that were unfrozen, and "
+    "groups that were added, later: in the same order, with place() after each), or begin anew under another name"
+)
+
 
 class _Offer(NamedTuple):
     """One rank could go on from these steps."""
@@ -187,8 +192,7 @@ class Resumption:
         """Raise ResumeError on every rank where what one committed is of another run."""
         more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
         if said := self._said_by_any("; ".join(differences[:5]) + more):
-            what = f"is of another run than this: {said}. Nothing of it has changed; begin anew under another name"
-            raise ResumeError(self._run.folder, what)
+            raise ResumeError(self._run.folder, f"is of another run than this: {said}. {_UNCHANGED}")
 
     def _said_by_any(self, problem: str) -> str:
         """Return the problems of all ranks, with rank and host where there are several."""
@@ -230,7 +234,7 @@ class Resumption:
             raise ResumeError(
                 self._run.folder,
                 f"is of another run than this: {len(content.groups)} parameter groups were committed, "
-                f"{len(self._groups)} are here. Nothing of it has changed; begin anew under another name",
+                f"{len(self._groups)} are here. {_UNCHANGED}",
             )
         for number, (group, options) in enumerate(zip(self._groups, content.groups, strict=True)):
             self._check_group({**group, **options}, number)
