@@ -138,6 +138,6 @@ def assert_same(ours, theirs):
 
 
 def assert_same_run(ours, theirs):
-    """Of losses, norms and state."""
+    """Two runs had the same losses and norms, and have the same state."""
     assert ours[:2] == theirs[:2]
     assert_same(ours[2], theirs[2])

@@ -203,7 +203,7 @@ def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_anoth
 
 
 def _lose_a_step(rank, world_size, path, tiers, first):
-    """A second Ctrl-C cuts an update off. Later a drive stops a step, and what that needs is dropped."""
+    """A second Ctrl-C cuts an update off. Later a drive stops a step, which could be finished, and is given up."""
     is_last = rank == world_size - 1
     with durable("bf16", path, "run", tiers) as engine:
         steps_of(engine, rank, range(first))
