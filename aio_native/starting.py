@@ -8,7 +8,10 @@ thread is started by another one, which C begins in one call.
 import _thread
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
+from typing import Any, Self
 
 
 def start(thread: threading.Thread) -> None:
@@ -27,3 +30,70 @@ def _start(thread: threading.Thread, told: SimpleQueue[BaseException | None]) ->
         told.put(error)
     else:
         told.put(None)
+
+
+class Pending:
+    """A call that a thread of a `ThreadPool` makes."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._done: SimpleQueue[None] = SimpleQueue()
+
+    def result(self) -> Any:
+        """Wait; return what the call returned, or raise what it raised, as often as this is called."""
+        if not self._is_done:
+            self._done.get()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def make(self) -> None:
+        """Make the call."""
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self._error = error
+        self._is_done = True  # first: who is interrupted behind `get` does not wait again
+        self._done.put(None)
+
+
+class ThreadPool:
+    """Threads that make calls, in the order in which they were submitted, until the block ends: the rest is dropped.
+
+    `concurrent.futures` has locks as `threading.Thread.start` has them: interrupted, it may wait for ever.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._submitted: SimpleQueue[Pending | None] = SimpleQueue()
+        self._is_over = False
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
+
+    def __enter__(self) -> Self:
+        try:
+            for thread in self._threads:
+                start(thread)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over = True
+        for _ in self._threads:
+            self._submitted.put(None)
+        for thread in self._threads:
+            if thread.is_alive():  # else it ended, was refused, or begins yet and finds that it is over
+                thread.join()
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Pending:
+        """Have a call made."""
+        pending = Pending(partial(call, *arguments))
+        self._submitted.put(pending)
+        return pending
+
+    def _work(self) -> None:
+        while (pending := self._submitted.get()) is not None and not self._is_over:
+            pending.make()

@@ -6,13 +6,12 @@ as a hash does, and takes a tenth of the time.
 
 import hashlib
 import os
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from queue import Queue
+from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
+from nvme_offload.aio_native.starting import ThreadPool
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.state.store import num_threads_of_rank
@@ -41,11 +40,10 @@ class BlockDigest:
 
 def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callable[[int], None]) -> str:
     """Return the digest of a whole file; several threads take that of `BLOCKS`. `advance` is told of the bytes read."""
-    num_readers = num_threads_of_rank() if kind == BLOCKS else 1
     starts = range(0, size_bytes, PORTION_BYTES)
-    # Room and kernels of one thread each. With a size, and as it is also where the simulator steps threads.
-    readers: Queue[tuple[torch.Tensor, KernelPool]] = Queue()
-    for _ in range(max(min(num_readers, len(starts)), 1)):
+    num_threads = min(num_threads_of_rank(), len(starts)) if kind == BLOCKS else 1
+    readers: SimpleQueue[tuple[torch.Tensor, KernelPool]] = SimpleQueue()  # room and kernels of one thread each
+    for _ in range(num_threads):
         readers.put((HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES), KernelPool(1)))
     digest = hashlib.sha256()
 
@@ -60,17 +58,12 @@ def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callabl
         finally:
             readers.put(reader)
 
-    # Closed in this order: what has not begun is dropped before the threads are waited for.
-    with ThreadPoolExecutor(readers.qsize()) as threads, closing(_begun(threads, read, starts)) as found:
-        for start, sums in zip(starts, found, strict=True):
-            digest.update(sums)
+    with ThreadPool(num_threads, "digest") as threads:
+        portions = [threads.submit(read, start) for start in starts]
+        for start, portion in zip(starts, portions, strict=True):
+            digest.update(portion.result())
             advance(min(PORTION_BYTES, size_bytes - start))
     return digest.hexdigest()
-
-
-def _begun(threads: ThreadPoolExecutor, read: Callable[[int], bytes], starts: range) -> Generator[bytes, None, None]:
-    """Yield the results in the order of `starts`."""
-    yield from threads.map(read, starts)
 
 
 def _fill(descriptor: int, room: torch.Tensor, start: int) -> int:

@@ -13,7 +13,6 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.aio_native.starting import Pending, ThreadPool
 from nvme_offload.offload.errors import CheckpointError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import sync_file, sync_folder
@@ -74,10 +74,10 @@ class HashingStream:
     cache, which would copy them and keep them from others.
     """
 
-    def __init__(self, file: FileIO, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, file: FileIO, thread: ThreadPool) -> None:
         self._file = file
         self._thread = thread
-        self._under_way: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        self._under_way: deque[tuple[torch.Tensor, Pending]] = deque()
         self._portion = self._spare()
         self._filled = 0
         self._digest = BlockDigest()
@@ -148,7 +148,7 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
     What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk: torch goes on to write the end
     of its container, and complains of the position in the place of it.
     """
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+    with path.open("wb", buffering=0) as file, ThreadPool(1, "write") as thread:
         stream = HashingStream(file, thread)
         try:
             yield stream
