@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
+
+from nvme_offload.aio_native.finalizing import finalize
 
 
 def start(thread: threading.Thread) -> None:
@@ -61,32 +63,20 @@ class Pending:
 
 
 class ThreadPool:
-    """Threads that make calls, in the order in which they were submitted, until the block ends: the rest is dropped.
+    """Threads that make calls, in the order in which they were submitted, until it is closed: the rest is dropped.
 
     `concurrent.futures` has locks as `threading.Thread.start` has them: interrupted, it may wait for ever.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._submitted: SimpleQueue[Pending | None] = SimpleQueue()
-        self._is_over = False
-        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(num_threads)]
-
-    def __enter__(self) -> Self:
-        try:
-            for thread in self._threads:
-                start(thread)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._is_over = True
-        for _ in self._threads:
-            self._submitted.put(None)
-        for thread in self._threads:
-            if thread.is_alive():  # else it ended, was refused, or begins yet and finds that it is over
-                thread.join()
+        arguments = self._submitted, (over := threading.Event())
+        threads = [
+            threading.Thread(target=_make_each, args=arguments, name=name, daemon=True) for _ in range(num_threads)
+        ]
+        self.close = finalize(self, _end, self._submitted, over, threads)
+        for thread in threads:
+            start(thread)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Pending:
         """Have a call made."""
@@ -94,6 +84,16 @@ class ThreadPool:
         self._submitted.put(pending)
         return pending
 
-    def _work(self) -> None:
-        while (pending := self._submitted.get()) is not None and not self._is_over:
-            pending.make()
+
+def _make_each(submitted: SimpleQueue[Pending | None], over: threading.Event) -> None:
+    while (pending := submitted.get()) is not None and not over.is_set():
+        pending.make()
+    submitted.put(None)  # for the next thread
+
+
+def _end(submitted: SimpleQueue[Pending | None], over: threading.Event, threads: list[threading.Thread]) -> None:
+    over.set()
+    submitted.put(None)
+    for thread in threads:
+        if thread.is_alive():  # else it ended, was refused, or begins yet and finds that it is over
+            thread.join()

@@ -19,9 +19,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 FOLDERS_BOTTOM_UP = {
     "aio_native": (
-        {"_native", "descriptor", "faults", "interrupt", "starting", "uring_refusal"},
+        {"_native", "descriptor", "faults", "interrupt", "uring_refusal"},
         {"finalizing"},
-        {"engine"},
+        {"engine", "starting"},
         {"bell", "operation", "segments"},
         {"requests"},
         {"injection"},

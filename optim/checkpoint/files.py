@@ -148,7 +148,7 @@ def durable_file(path: Path) -> Iterator[HashingStream]:
     What ended a write within torch.save is raised itself, be it Ctrl-C or a full disk: torch goes on to write the end
     of its container, and complains of the position in the place of it.
     """
-    with path.open("wb", buffering=0) as file, ThreadPool(1, "write") as thread:
+    with path.open("wb", buffering=0) as file, contextlib.closing(ThreadPool(1, "write")) as thread:
         stream = HashingStream(file, thread)
         try:
             yield stream

@@ -32,6 +32,7 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.ranks.peers import Peers
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.telemetry.stats import Span
 from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
@@ -402,6 +403,9 @@ class OffloadEngine:
         self.optimizer.store.check_usable()
         self._passes.check()
         self._follow_groups()
+        if self.optimizer.has_unfinished_step and not (self._accumulation.has_backward or self.is_pipelined):
+            with self.optimizer.store.at_rest():
+                self.optimizer.store.check(Need.NEXT_STEP)
         gradients = (param.grad for param in self.module.parameters())
         self._accumulation.check_step(gradients, is_scaled=self._part.scaler is not None)
         if not self._accumulation.is_boundary:

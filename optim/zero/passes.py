@@ -49,7 +49,7 @@ class Passes:
     def check(self) -> None:
         """Raise StateError after a pass that could not be given up."""
         if self._way_on:
-            raise StateError("the engine", "no pass that an I/O error cut off", f"one. {self._way_on}")
+            raise StateError("the engine", "no pass that was cut off", f"one. {self._way_on}")
 
     def end(self, where: str, begin_anew: Callable[[], None], error: BaseException) -> None:
         """Give up the pass that an exception came out of, see `run`; PeerError where the failure is another rank's."""

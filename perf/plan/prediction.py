@@ -5,7 +5,7 @@ again (`perf.plan.traffic`), so a plan says what a run will do, not what it migh
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -40,16 +40,16 @@ class KeptActivations:
     nvme: int
 
     @classmethod
-    def of(cls, job: Job, machine: Machine, beside: Sequence[Unit]) -> Self | None:
-        """Plan them `beside` all else that a rank holds; None where none are moved."""
-        section = job.config.activations
+    def of(cls, placed: PlacedJob) -> Self:
+        """Plan them beside all else that a rank holds; nothing where none are moved."""
+        section, machine = placed.job.config.activations, placed.machine
         if section.device == "none":
-            return None
-        kept = job.kept_bytes
+            return cls(0, 0, 0)
+        kept = placed.job.kept_bytes
         if section.device == "cpu" and machine.device_memory is None:
             return cls(0, kept, 0)
         if section.host_budget == "auto":
-            held = sum(unit.size_bytes for unit in beside if unit.tiers == ("host",))
+            held = sum(unit.size_bytes for unit in _units(placed) if unit.tiers == ("host",))
             budget = max(0, auto_budget(machine.host_memory, machine.ranks_per_node) - held)
         else:
             budget = section.host_budget
@@ -130,12 +130,10 @@ def predict(job: Job, machine: Machine, *, alone: bool = False) -> Prediction:
     """Plan a job on a machine. `alone`: of all schedules, only that which will run."""
     placed = PlacedJob(job, machine)
     traffic = _traffic(placed)
-    kept_activations = KeptActivations.of(job, machine, _units(placed))
-    if kept_activations is not None and kept_activations.nvme:
-        traffic[ACTIVATIONS] = kept_activations.traffic(job.config.rounds)
-    leaving = 0
-    if kept_activations is not None:
-        leaving = kept_activations.nvme + (kept_activations.host if placed.on_device else 0)
+    kept = KeptActivations.of(placed)
+    if kept.nvme:
+        traffic[ACTIVATIONS] = kept.traffic(job.config.rounds)
+    leaving = kept.nvme + (kept.host if placed.on_device else 0)
     work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE], leaving), {}
     if work is not None:
         named = (placed.overlap_step,) if alone else OVERLAPS
@@ -201,15 +199,13 @@ def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: 
 
 def tier_plan(placed: PlacedJob) -> TierPlan:
     """The plan of everything one rank holds: what is decided already, each unit on its tier."""
-    machine, units = placed.machine, _units(placed)
-    kept = KeptActivations.of(placed.job, machine, units)
-    units += kept.units() if kept is not None else ()
+    machine = placed.machine
     budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
     if machine.device_memory is not None:
         budgets["device"] = machine.device_memory
     if machine.capacity is not None:
         budgets["nvme"] = machine.capacity // machine.ranks_per_node
-    return plan_tiers(units, budgets)
+    return plan_tiers([*_units(placed), *KeptActivations.of(placed).units()], budgets)
 
 
 def _units(placed: PlacedJob) -> list[Unit]:

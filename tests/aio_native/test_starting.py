@@ -1,5 +1,7 @@
 """Threads that make calls, wherever a signal handler raises in who waits for them."""
 
+from contextlib import closing
+
 import pytest
 
 from nvme_offload.aio_native.starting import ThreadPool
@@ -12,7 +14,7 @@ def test_whoever_is_interrupted_waits_for_nobody(strike):
     found = []
 
     def use():
-        with ThreadPool(2, "of this test") as threads:
+        with closing(ThreadPool(2, "of this test")) as threads:
             pending = [threads.submit(found.append, number) for number in range(3)]
             for each in pending:
                 each.result()
@@ -24,7 +26,7 @@ def test_whoever_is_interrupted_waits_for_nobody(strike):
 
 
 def test_an_error_is_raised_as_often_as_it_is_asked_for():
-    with ThreadPool(1, "of this test") as threads:
+    with closing(ThreadPool(1, "of this test")) as threads:
         failing = threads.submit(int, "none")
         for _ in range(2):
             with pytest.raises(ValueError, match="none"):

@@ -174,6 +174,8 @@ def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_
         assert "Its gradients can be used no longer, so that it cannot be finished: load a" in caught.value.__notes__[0]
         with pytest.raises(StateError, match="load a checkpoint"):
             loss_of(engine, 1)
+        with pytest.raises(StateError, match=r"expected a finished step.*load a checkpoint"):
+            engine.step()
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
