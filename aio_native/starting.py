@@ -70,13 +70,17 @@ class ThreadPool:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._submitted: SimpleQueue[Pending | None] = SimpleQueue()
-        arguments = self._submitted, (over := threading.Event())
-        threads = [
-            threading.Thread(target=_make_each, args=arguments, name=name, daemon=True) for _ in range(num_threads)
-        ]
-        self.close = finalize(self, _end, self._submitted, over, threads)
-        for thread in threads:
+        shared = self._submitted, [False]
+        make = partial(threading.Thread, target=_make_each, args=shared, name=name, daemon=True)
+        self._ending = *shared, [make() for _ in range(num_threads)]
+        self._finalizer = finalize(self, _end, *self._ending)  # for whoever is interrupted before or in `close`
+        for thread in self._ending[2]:
             start(thread)
+
+    def close(self) -> None:
+        """End the threads."""
+        _end(*self._ending)
+        self._finalizer.detach()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Pending:
         """Have a call made."""
@@ -85,14 +89,14 @@ class ThreadPool:
         return pending
 
 
-def _make_each(submitted: SimpleQueue[Pending | None], over: threading.Event) -> None:
-    while (pending := submitted.get()) is not None and not over.is_set():
+def _make_each(submitted: SimpleQueue[Pending | None], over: list[bool]) -> None:
+    while (pending := submitted.get()) is not None and not over[0]:
         pending.make()
     submitted.put(None)  # for the next thread
 
 
-def _end(submitted: SimpleQueue[Pending | None], over: threading.Event, threads: list[threading.Thread]) -> None:
-    over.set()
+def _end(submitted: SimpleQueue[Pending | None], over: list[bool], threads: list[threading.Thread]) -> None:
+    over[0] = True
     submitted.put(None)
     for thread in threads:
         if thread.is_alive():  # else it ended, was refused, or begins yet and finds that it is over

@@ -94,8 +94,7 @@ def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None
 def _began(pid: int) -> str | None:
     """When a process began; None where there is none, or it is ending."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -171,7 +171,5 @@ class BufferPool:
 def _map_regions(num_buffers: int, buffer_bytes: int) -> list[HostRegion]:
     """Map as few regions as possible, with no buffer that crosses the limit of a registered region."""
     per_region = max(1, MAX_REGISTERED_BYTES // buffer_bytes)
-    regions = []
-    for start in range(0, num_buffers, per_region):
-        regions.append(HostRegion(min(per_region, num_buffers - start) * buffer_bytes))
-    return regions
+    starts = range(0, num_buffers, per_region)
+    return [HostRegion(min(per_region, num_buffers - start) * buffer_bytes) for start in starts]

@@ -22,8 +22,7 @@ from nvme_offload.perf.measure.command_line import Json
 
 def doctor(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files, beside those in --config."),
+        list[Path] | None, typer.Argument(metavar="PATH", help="Folders for swap files, beside those in --config.")
     ] = None,
     config: Annotated[
         Path | None,

@@ -12,7 +12,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 
 from nvme_offload.optim.state.visits import leaving, may_write, window_of
 from nvme_offload.optim.step.schedule import (
@@ -69,11 +69,10 @@ class _Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_events = 0
+        self._numbers = count()
 
     def after(self, seconds: float, then: Callable[[], None]) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (self.now + seconds, self._num_events, then))
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), then))
 
     def advance(self) -> None:
         """Go to the next moment at which anything happens, and do all of it."""
