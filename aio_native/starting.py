@@ -1,4 +1,4 @@
-"""Threads that begin whole, whatever interrupts who starts them.
+"""Threads that begin whole, and are waited for, whatever interrupts who does it.
 
 `threading.Thread.start` waits for the new thread with a lock that it takes in Python. A signal handler that raises
 there leaves that lock taken, and the new thread waits for it for ever. Handlers run in the main thread alone, so the
@@ -9,8 +9,9 @@ import _thread
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from nvme_offload.aio_native.finalizing import finalize
@@ -34,6 +35,29 @@ def _start(thread: threading.Thread, told: SimpleQueue[BaseException | None]) ->
         told.put(None)
 
 
+class Flag:
+    """A `threading.Event` for one thread that waits, made of assignments and calls to C alone.
+
+    An Event takes a lock in Python: a signal handler that raises there leaves it taken, and whoever waits waits on.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._told: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Wake who waits, now and from now on. From any thread."""
+        self.is_set = True
+        self._told.put(None)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set, or so long at most; return whether it is."""
+        with suppress(Empty):
+            if not self.is_set:
+                self._told.get(timeout=seconds)
+        return self.is_set
+
+
 class Pending:
     """A call that a thread of a `ThreadPool` makes."""
 
@@ -41,13 +65,11 @@ class Pending:
         self._call = call
         self._value: Any = None
         self._error: BaseException | None = None
-        self._is_done = False
-        self._done: SimpleQueue[None] = SimpleQueue()
+        self._made = Flag()
 
     def result(self) -> Any:
         """Wait; return what the call returned, or raise what it raised, as often as this is called."""
-        if not self._is_done:
-            self._done.get()
+        self._made.wait()
         if self._error is not None:
             raise self._error
         return self._value
@@ -58,8 +80,7 @@ class Pending:
             self._value = self._call()
         except BaseException as error:
             self._error = error
-        self._is_done = True  # first: who is interrupted behind `get` does not wait again
-        self._done.put(None)
+        self._made.set()
 
 
 class ThreadPool:
@@ -70,7 +91,7 @@ class ThreadPool:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._submitted: SimpleQueue[Pending | None] = SimpleQueue()
-        shared = self._submitted, [False]
+        shared = self._submitted, Flag()
         make = partial(threading.Thread, target=_make_each, args=shared, name=name, daemon=True)
         self._ending = *shared, [make() for _ in range(num_threads)]
         self._finalizer = finalize(self, _end, *self._ending)  # for whoever is interrupted before or in `close`
@@ -89,14 +110,14 @@ class ThreadPool:
         return pending
 
 
-def _make_each(submitted: SimpleQueue[Pending | None], over: list[bool]) -> None:
-    while (pending := submitted.get()) is not None and not over[0]:
+def _make_each(submitted: SimpleQueue[Pending | None], over: Flag) -> None:
+    while (pending := submitted.get()) is not None and not over.is_set:
         pending.make()
     submitted.put(None)  # for the next thread
 
 
-def _end(submitted: SimpleQueue[Pending | None], over: list[bool], threads: list[threading.Thread]) -> None:
-    over[0] = True
+def _end(submitted: SimpleQueue[Pending | None], over: Flag, threads: list[threading.Thread]) -> None:
+    over.set()
     submitted.put(None)
     for thread in threads:
         if thread.is_alive():  # else it ended, was refused, or begins yet and finds that it is over

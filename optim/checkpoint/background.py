@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.aio_native.starting import start
+from nvme_offload.aio_native.starting import Flag, start
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
@@ -28,7 +28,6 @@ from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.checkpoint.storage import PlannedItems, RankFile
 from nvme_offload.optim.durable.commits import random_id
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.overlap.worker import Flag
 from nvme_offload.optim.ranks.collective import on_every_rank, on_first_rank
 from nvme_offload.optim.updates.logs import SlotLogs
 

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -24,34 +24,11 @@ import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.aio_native.starting import start
+from nvme_offload.aio_native.starting import Flag, start
 from nvme_offload.offload.devices.device import HOST, begin_thread
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
 _GIVE_WAY_SECONDS = 0.002  # enough for who waits for the lock to wake
-
-
-class Flag:
-    """A `threading.Event` for one thread that waits, made of assignments and calls to C alone.
-
-    An Event takes a lock in Python: a signal handler that raises there leaves it taken, and whoever waits waits on.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._told: SimpleQueue[None] = SimpleQueue()
-
-    def set(self) -> None:
-        """Wake who waits, now and from now on. From any thread."""
-        self.is_set = True
-        self._told.put(None)
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is set, or so long at most; return whether it is."""
-        with suppress(Empty):
-            if not self.is_set:
-                self._told.get(timeout=seconds)
-        return self.is_set
 
 
 class WorkerJob(Protocol):
