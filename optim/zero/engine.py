@@ -397,7 +397,7 @@ class OffloadEngine:
             ValueError: a parameter requires a gradient and is not the optimizer's; nothing has moved.
             SwapIOError: a read or write failed, see `OffloadOptimizer.step`.
             StateError: no parameter has had a gradient in this step, on any rank; on all of them. Nothing has moved,
-                and the step begins anew.
+                and the step begins anew. Or what stopped before left a step or a load unfinished; says what leads on.
             Exception: what the scheduler raises, when everything else is done.
         """
         self.optimizer.store.check_usable()
