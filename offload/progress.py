@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -11,6 +10,8 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from nvme_offload.offload.warn import speaks_for_all
 
 Item = TypeVar("Item")
 Advance = Callable[[float], None]
@@ -30,7 +31,7 @@ def progress(name: str, total: float) -> Iterator[Advance]:
     Silent where standard error is no terminal, on ranks other than the first, inside a block that shows its own, and
     for a second. Starts no thread, changes nothing on standard output, and is gone from the screen with the block.
     """
-    if _shown or not total or os.environ.get("RANK", "0") != "0" or sys.stderr is None or not sys.stderr.isatty():
+    if _shown or not total or not speaks_for_all() or sys.stderr is None or not sys.stderr.isatty():
         yield lambda amount: None
         return
     bar = _Bar(name, total)

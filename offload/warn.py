@@ -15,7 +15,7 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this
     A fixed ``stacklevel`` cannot do this: torch, schedulers and ``GradScaler`` wrap ``step`` in layers of their own.
     The first rank speaks for all, unless it is `of_this_rank`: others may have nothing of the kind to say.
     """
-    if not (of_this_rank or _is_first_rank()):
+    if not (of_this_rank or speaks_for_all()):
         return
     torch = sys.modules.get("torch")  # a section is read without it
     libraries = (_PACKAGE, str(Path(torch.__file__ or "").parent)) if torch else (_PACKAGE,)
@@ -25,8 +25,8 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this
     warnings.warn(message, category, stacklevel=level)
 
 
-def _is_first_rank() -> bool:
-    """Whether this is rank 0: of the process group, or before there is one, as a launcher says."""
+def speaks_for_all() -> bool:
+    """Return whether this is rank 0: of the process group, or before there is one, as a launcher says."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)

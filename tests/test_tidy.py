@@ -31,8 +31,8 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
-        {"_torch_private", "devices", "progress", "units", "user_path", "warn"},
-        {"_fsdp_passes", "errors"},
+        {"_torch_private", "devices", "units", "user_path", "warn"},
+        {"_fsdp_passes", "errors", "progress"},
         {"host", "sync"},
         {"config"},
         {"storage"},
@@ -41,7 +41,7 @@ FOLDERS_BOTTOM_UP = {
         {"activations", "weights"},
     ),
     "optim": (
-        {"_kernels", "overlap", "telemetry"},
+        {"_kernels", "telemetry"},
         {"ranks", "rules"},
         {"layout"},
         {"kernels", "precision"},

@@ -26,11 +26,6 @@ def this_rank() -> str:
     return f"rank {dist.get_rank()}, host {socket.gethostname()}"
 
 
-def is_first_rank(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether this rank does what one does for all."""
-    return is_alone() or dist.get_rank(group) == 0
-
-
 def gather(value: T, *groups: dist.ProcessGroup | None) -> dict[int, T]:
     """Gather what each rank gives, by rank, pickled. Each group is of one dimension of a mesh, or None: all ranks.
 
@@ -94,7 +89,7 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     if is_alone():
         return action()
     results: list[T] = []
-    on_every_rank(lambda: results.append(action()) if is_first_rank(group) else None, group)
+    on_every_rank(lambda: results.append(action()) if dist.get_rank(group) == 0 else None, group)
     box: list[T | None] = [results[0] if results else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # what the first rank returned

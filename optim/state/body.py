@@ -12,7 +12,6 @@ import torch
 
 from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.overlap.worker import Worker, WorkerJob
 from nvme_offload.optim.state.asked import Blocks, Commitments, StepSettings
 from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState, way_back_text
 from nvme_offload.optim.state.phase import StepRecord
@@ -20,6 +19,7 @@ from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.state.visits import FirstUses
+from nvme_offload.optim.state.worker import Worker, WorkerJob
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.optim.updates.updater import Means
 
@@ -272,7 +272,7 @@ class StepState(StateBody):
 
 
 class _AtRest(AbstractContextManager[None]):
-    """See `StateBody.at_rest`. As in `optim.overlap.worker` nothing is called with the lock held, and C gives it back.
+    """See `StateBody.at_rest`. As in `optim.state.worker` nothing is called with the lock held, and C gives it back.
 
     `wait` returns when no updates are under way; it is called again where another thread has taken a step since.
     """

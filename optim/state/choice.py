@@ -12,7 +12,7 @@ from nvme_offload.offload.durable.run import DurableRun, places_in
 from nvme_offload.offload.progress import say
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.optim.ranks.collective import is_first_rank
+from nvme_offload.offload.warn import speaks_for_all
 from nvme_offload.optim.tiers.units import STAGING
 
 ALL_FITS = "everything fits into memory: no byte has to move to a drive"
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     def tell(self, plan: TierPlan) -> None:
         """Say once, in a line on standard error, where everything has its place on the first rank, and why."""
-        if not is_first_rank():
+        if not speaks_for_all():
             return
         parts = []
         for kind in dict.fromkeys(unit.kind for unit in plan.units if unit.kind != STAGING):

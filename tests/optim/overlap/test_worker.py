@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nvme_offload.optim.overlap.worker import Worker
+from nvme_offload.optim.state.worker import Worker
 from nvme_offload.optim.step.guess import Guesses
 from tests.optim.test_interrupts import struck
 from tests.support.interrupts import every, raise_struck
@@ -72,7 +72,7 @@ def test_the_next_shift_gives_way_to_who_keeps_it_away(monkeypatch):
     """Or this thread has the lock again before the other one is awake: a step waited for all updates in backward."""
     worker, slept = Worker(), []
     worker.take_on(Stuck())
-    monkeypatch.setattr("nvme_offload.optim.overlap.worker.time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("nvme_offload.optim.state.worker.time", SimpleNamespace(sleep=slept.append))
     worker.shift()
     assert not slept
     with worker.kept_away():

@@ -23,8 +23,8 @@ from nvme_offload import (
 from nvme_offload.offload.devices.device import CopyQueue
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.optim.overlap.worker import Worker
 from nvme_offload.optim.ranks.collective import device_of, on_every_rank
+from nvme_offload.optim.state.worker import Worker
 from nvme_offload.optim.step.norm import _gather
 from nvme_offload.optim.tiers.arrivals import Arrivals
 from nvme_offload.optim.zero.sharding import default_mesh

@@ -1,1 +1,0 @@
-"""Updates that run behind `step()`: who does them, in which order, and how others wait."""
