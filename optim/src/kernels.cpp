@@ -228,6 +228,7 @@ class RowSum {
     kernels_ = &kernels;
     summed_ = &summed;
     row_end_ = end;
+    begin_ = end_ = 0;
   }
 
   // Notes bytes that are what lies at `source`, too, in the cache.
@@ -267,11 +268,12 @@ class RowSum {
     begin_ = end_ = 0;
   }
 
-  const KernelTable* kernels_ = nullptr;
-  std::deque<BlockSums>* summed_ = nullptr;
-  BlockSums* sums_ = nullptr;  // those of the block that it is in
-  Address row_end_ = 0, begin_ = 0, end_ = 0;  // what it has of that block is [begin, end)
-  bool in_stripes_ = false;  // whether the lanes have all of that
+  // Without values until `begin`: as a rule nothing is summed, and to write them takes memory that is in no cache.
+  const KernelTable* kernels_;
+  std::deque<BlockSums>* summed_;
+  BlockSums* sums_;  // those of the block that it is in
+  Address row_end_, begin_, end_;  // what it has of that block is [begin, end)
+  bool in_stripes_;  // whether the lanes have all of that
   SumLanes lanes_;
 };
 
@@ -282,6 +284,7 @@ struct Row {
 };
 
 struct Rows {
+  Rows() = default;
   Rows(const KernelTable& kernels, const Segment& s) {
     add(s.master, kMasterSize[s.form]);
     for (const Address state : s.states) add(state, kernels.rules[s.rule].state_size);
@@ -423,10 +426,9 @@ class Tiles {
       : kernels_(kernels),
         s_(segment),
         entry_(entry),
-        rows_(kernels, segment),
-        num_sums_(summed.empty() ? 0 : rows_.count) {
+        rows_(summed.empty() ? Rows() : Rows(kernels, segment)) {
     const std::size_t numel = std::min(end * kTileNumel, static_cast<std::size_t>(segment.numel));
-    for (std::size_t k = 0; k < num_sums_; ++k) {
+    for (std::size_t k = 0; k < rows_.count; ++k) {
       sums_[k].begin(kernels, summed, rows_.row[k].address + numel * rows_.row[k].itemsize);
     }
   }
@@ -440,7 +442,7 @@ class Tiles {
 
     const bool changed = stored && checksum_of(kernels_, param, param_bytes) != *stored;
     if (s_.offsets && s_.grad) log_tile(s_, tile, index, changed ? param : nullptr, entry_);
-    const std::size_t strip_numel = s_.log.empty() && num_sums_ == 0 ? kTileNumel : kStripNumel;
+    const std::size_t strip_numel = s_.log.empty() && rows_.count == 0 ? kTileNumel : kStripNumel;
     for (std::size_t first = tile.first; first < tile.first + tile.numel; first += strip_numel) {
       update_strip(first, std::min(strip_numel, tile.first + tile.numel - first), changed);
     }
@@ -449,7 +451,7 @@ class Tiles {
   }
 
   void end() {
-    for (std::size_t k = 0; k < num_sums_; ++k) sums_[k].end();
+    for (std::size_t k = 0; k < rows_.count; ++k) sums_[k].end();
   }
 
  private:
@@ -463,7 +465,7 @@ class Tiles {
     if (s_.tail && s_.grad) {
       copy_out(bytes_at(s_.tail, first * kParamSize[s_.form]), param_at(first), numel * kParamSize[s_.form]);
     }
-    for (std::size_t k = 0; k < num_sums_; ++k) {
+    for (std::size_t k = 0; k < rows_.count; ++k) {
       const Row& row = rows_.row[k];
       const Address at = first * row.itemsize, source = row.address == s_.tail ? s_.param : row.address;
       sums_[k].note_written(row.address + at, numel * row.itemsize, source + at);
@@ -473,9 +475,8 @@ class Tiles {
   const KernelTable& kernels_;
   const Segment& s_;
   EntrySpace& entry_;
-  const Rows rows_;
-  const std::size_t num_sums_;  // one for each row, or none
-  RowSum sums_[Rows::kMost];
+  const Rows rows_;  // none where nothing is summed
+  RowSum sums_[Rows::kMost];  // one for each of them
 };
 
 bool has_work(const Segment& s) { return s.grad != 0 || !s.log.empty(); }
@@ -485,17 +486,19 @@ struct Share {
   std::size_t segment, first, end;
 };
 
-// A block of sums can be more than a tile, and lie across two: of so many in a row most are one thread's alone.
+// What an update reads between two tiles has gone from the caches meanwhile: a thread takes so many in a row. And a block
+// of sums can be more than a tile, and lie across two: of so many in a row most are one thread's alone.
 constexpr std::size_t kTilesInARow = 8;
 
-// Shares of all segments in one row, so that many small segments share the threads as well as one large segment does.
-std::vector<Share> shared_out(const std::vector<const Segment*>& segments, std::size_t most_tiles,
+// Shares of all segments in one row, so that many small segments share the threads as well as one large segment does:
+// of each segment at least so many for a thread, where it has as many tiles.
+std::vector<Share> shared_out(const std::vector<const Segment*>& segments, std::size_t shares_of_a_thread,
                               std::size_t num_threads) {
   std::vector<Share> shares;
   for (std::size_t k = 0; k < segments.size(); ++k) {
     if (!has_work(*segments[k])) continue;
     const std::size_t count = num_tiles(segments[k]->numel);
-    const std::size_t each = std::clamp(count / (4 * num_threads), std::size_t{1}, most_tiles);
+    const std::size_t each = std::clamp(count / (shares_of_a_thread * num_threads), std::size_t{1}, kTilesInARow);
     for (std::size_t first = 0; first < count; first += each) {
       shares.push_back({k, first, std::min(first + each, count)});
     }
@@ -539,7 +542,8 @@ Updated update(ThreadPool& pool, const std::string& isa, const std::vector<const
     if (s == nullptr) throw std::invalid_argument("a segment is None");
     if (has_work(*s)) check(*s, kernels);
   }
-  const std::vector<Share> shares = shared_out(segments, summed.empty() ? 1 : kTilesInARow,
+  // Many, so that all threads end together; fewer where a row that is short costs sums.
+  const std::vector<Share> shares = shared_out(segments, summed.empty() ? 16 : 4,
                                                static_cast<std::size_t>(pool.num_threads()));
   std::deque<BlockSums> sums = begin_sums(kernels, segments, summed);
   std::vector<std::int64_t> changed(shares.size());
@@ -636,7 +640,7 @@ void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Ad
     check_address("address", addresses[i], size, numels[i]);
     for (std::size_t j = 0; j < num_tiles(numels[i]); ++j) {
       const Tile tile(j, numels[i]);
-      pieces.push_back({addresses[i] + tile.first * size, grad_dtypes[i], tile.numel});
+      pieces.push_back({addresses[i] + tile.first * size, grad_dtypes[i], static_cast<std::int64_t>(tile.numel)});
     }
   }
   check_address("out", out, sizeof(double), static_cast<std::int64_t>(pieces.size()));
