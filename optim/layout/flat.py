@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload._torch_private import is_dtensor, local_tensor, without_torch_function
 from nvme_offload.offload.devices.device import KINDS, is_device, is_host
@@ -31,6 +32,10 @@ class Origin(NamedTuple):
     """Strides of these in the whole."""
 
 
+Sharding = tuple[DeviceMesh, tuple[bool, ...]]
+"""A mesh, and over which of its dimensions a parameter is sharded; over the others it is copied."""
+
+
 class Layout(NamedTuple):
     """Says how the elements of a parameter lie in memory. Its state follows it, so it must stay."""
 
@@ -40,17 +45,22 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
     is_split: bool
     """Whether this is what is stored of a split parameter, which has its other parts elsewhere."""
+    sharding: Sharding | None
+    """Which ranks have the rest of it; None: it is no DTensor."""
 
     @classmethod
     def of(cls, leaf: torch.Tensor, param: torch.Tensor) -> Self:
         """Return the present layout of ``param``, the `storage_of` a parameter."""
         is_split = isinstance(local_tensor(leaf), SplitTensor)
-        return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split)
+        sharding = None
+        if is_dtensor(leaf):
+            sharding = leaf.device_mesh, tuple(not placement.is_replicate() for placement in leaf.placements)
+        return cls(param.dtype, param.device, tuple(param.shape), param.stride(), is_split, sharding)
 
     def fits(self, leaf: torch.Tensor, param: torch.Tensor) -> bool:
-        """Return whether `of` them would be equal."""
+        """Return whether `of` them would be equal, as far as this rank's part goes."""
         is_split = param is not leaf and isinstance(local_tensor(leaf), SplitTensor)
-        return self == (param.dtype, param.device, param.shape, param.stride(), is_split)
+        return self[:-1] == (param.dtype, param.device, param.shape, param.stride(), is_split)
 
     def __str__(self) -> str:
         kind = "a shard in parts" if self.is_split else "a tensor"

@@ -1,19 +1,17 @@
 """Compute the global gradient norm from fp64 sums over fixed blocks, combined in index order."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from nvme_offload.offload._torch_private import is_dtensor
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.optim.kernels import KernelPool, ordered_sum
-from nvme_offload.optim.layout.flat import PartitionStandIn
+from nvme_offload.optim.layout.flat import PartitionStandIn, Sharding
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.ranks.collective import device_of
+from nvme_offload.optim.state.table import ParamTable
 from nvme_offload.optim.updates.updater import Fused
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
@@ -21,11 +19,9 @@ _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 _NO_GRADIENT = -1.0
 """Stands for the sum of squares of a rank that has no gradient at all."""
 
-_Sharding = tuple[DeviceMesh, tuple[bool, ...]]  # a mesh, and which of its dimensions a parameter is sharded over
-
 
 def total_norm(
-    leaves: Sequence[torch.Tensor],
+    table: ParamTable,
     grads: Mapping[int, torch.Tensor],
     pool: KernelPool,
     *,
@@ -42,8 +38,8 @@ def total_norm(
     one of the copies counts on all of them.
 
     Args:
-        leaves: all parameters; how they are sharded says which ranks' sums belong together.
-        grads: this rank's part of each gradient by index into `leaves`, 1D fp32, bf16 or fp16.
+        table: all parameters; how they are sharded says which ranks' sums belong together.
+        grads: this rank's part of each gradient by index of the parameter, 1D fp32, bf16 or fp16.
         pool: kernels for gradients on the CPU. For those on a device, call `sums_from_device` first.
         norm_group: ranks with other parameters whose gradients belong to the same norm (the stages of a pipeline).
         known: tile sums that are taken already, by index.
@@ -53,12 +49,9 @@ def total_norm(
         The norm; infinity or NaN if an element is. None where no rank has any gradient. Only ranks of `norm_group` can
         differ in that: where some ranks of a mesh have a gradient, FSDP2 reduces it on all of them.
     """
-    by_sharding: dict[_Sharding | None, list[int]] = {}
+    by_sharding: dict[Sharding | None, list[int]] = {}
     for index in grads:
-        leaf: Any = leaves[index]
-        placements = leaf.placements if is_dtensor(leaf) else ()
-        is_sharded = tuple(not placement.is_replicate() for placement in placements)
-        by_sharding.setdefault((leaf.device_mesh, is_sharded) if is_sharded else None, []).append(index)
+        by_sharding.setdefault(table[index].layout.sharding, []).append(index)
     start = math.inf if found_inf else 0.0
     total = start if grads or found_inf else _NO_GRADIENT
     for sharding, indices in by_sharding.items():
@@ -79,7 +72,7 @@ def total_norm(
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _groups(sharding: Sharding | None, *, sharded: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return process groups, by their ranks, of the dimensions over which a parameter is sharded or replicated."""
     if sharding is None:
         return {}
@@ -88,7 +81,7 @@ def _groups(sharding: _Sharding | None, *, sharded: bool) -> dict[tuple[int, ...
     return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
 
 
-def _groups_with_copies(shardings: Iterable[_Sharding | None]) -> list[dist.ProcessGroup]:
+def _groups_with_copies(shardings: Iterable[Sharding | None]) -> list[dist.ProcessGroup]:
     """Return groups of ranks that hold copies of some parameters: their sums are equal only if the copies are."""
     shardings = list(shardings)
     summed = [_groups(sharding, sharded=True) for sharding in shardings]

@@ -249,7 +249,7 @@ class Stepper:
                 known |= sums_from_device(unknown, store.means.fused)
         with self._meter.computing("norm", -1), recorded("nvme_offload: norm"):
             return total_norm(
-                store.table.leaves, grads, store.kernels, norm_group=self._norm_group, found_inf=found_inf, known=known
+                store.table, grads, store.kernels, norm_group=self._norm_group, found_inf=found_inf, known=known
             )
 
     def _grad_scale(

@@ -106,7 +106,7 @@ class OffloadEngine:
         self._stages = roles.pipeline_group
         stage = config.zero_optimization.stage
         self._accumulation = Accumulation(
-            config.batch_sizes(roles.num_data_parallel_ranks).gradient_accumulation_steps,
+            config.gradient_accumulation_steps or 1,
             is_pipelined=self.is_pipelined,
             reduces_once=stage == 1 or (stage == 0 and roles.num_data_parallel_ranks > 1),
         )

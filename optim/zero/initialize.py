@@ -42,12 +42,14 @@ from nvme_offload.optim.zero.meshes import (
     MeshRoles,
     check_not_sharded,
     check_same_on_ranks,
+    default_mesh,
     dtypes_of_stages,
+    is_launched,
     replicated,
 )
 from nvme_offload.optim.zero.param_groups import NamedGroup, groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
-from nvme_offload.optim.zero.sharding import default_mesh, is_launched, shard_with_precision
+from nvme_offload.optim.zero.sharding import shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]
@@ -86,8 +88,7 @@ def initialize(
         mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, without a launcher this process
             alone, on the model's device (of one on meta: the accelerator that torch sees, or the CPU). Or named as
             torchtitan names dimensions: ``pp`` (`model` is a stage), ``dp_replicate``, ``dp_shard``, ``dp``, ``tp``.
-        lr_scheduler: makes a scheduler from the optimizer, in place of the ``scheduler`` section (not
-            ReduceLROnPlateau, which needs a metric).
+        lr_scheduler: makes one from the optimizer, in place of the section's; not ReduceLROnPlateau: it needs a metric.
         blocks: class names or qualified names of parts to gather one by one; by default layers and large ends.
         weights: for a model on meta: a ``.safetensors`` file, a folder or an index in the Hugging Face layout. Without
             it, the model's own initialisers give the values, from rank 0's random numbers.
@@ -106,10 +107,11 @@ def initialize(
         OutOfSpaceError, SwapIOError: see `OffloadOptimizer`.
     """
     given = _section(config, model, of_deepspeed)
+    device_type = _device_type(model, mesh)
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not is_launched() else None
-    mesh = mesh if mesh is not None else default_mesh(_device_type(model, mesh), given)
+    mesh = mesh if mesh is not None else default_mesh(device_type, given)
     groups = mesh.get_all_groups()
     making = making or on_every_rank(read, *groups)
     on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)

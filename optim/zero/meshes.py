@@ -1,19 +1,23 @@
-"""Each dimension of a device mesh is for something, and ranks that must agree do."""
+"""The mesh of a training: where none is given, what each dimension is for, and whether its ranks were given alike."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.optim.ranks.collective import gather
+from nvme_offload.optim.ranks.drives import join
 
 PIPELINE, TENSOR = "pp", "tp"
 DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))
@@ -71,6 +75,31 @@ class MeshRoles:
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """Ranks whose gradients belong to the same norm although they have other parameters."""
         return self.pipeline.get_group() if self.pipeline is not None else None
+
+
+def is_launched() -> bool:
+    """Whether a launcher has said which of several ranks this process is."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_mesh(device_type: str, config: object = None) -> DeviceMesh:
+    """Return a mesh of all ranks, which follow the drives of a read `config`; without a launcher, of this process."""
+    if not dist.is_initialized():
+        backend = _backend_for(device_type)
+        if is_launched():
+            join(backend, config if isinstance(config, OffloadConfig) else None)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
+            dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _backend_for(device_type: str) -> str:
+    """Return the backend of a device beside one for the CPU, where state is gathered for who looks at it."""
+    on_host = dist.get_default_backend_for_device(HOST.type)
+    if device_type == HOST.type:
+        return on_host
+    return f"{HOST.type}:{on_host},{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:

@@ -22,7 +22,7 @@ class Passes:
         self._module: Any = module
         self._optimizer = optimizer
         self._num_ranks = mesh.size()
-        self._device = current_of(mesh.device_type)
+        self._device_type = mesh.device_type
         self._peers = peers
         self._way_on = ""
         """The way on after a pass that could not be given up, in words."""
@@ -43,7 +43,7 @@ class Passes:
         nobody knows where the others are, and nothing is done.
         """
         self.check()
-        refuse_capture(self._device)
+        refuse_capture(current_of(self._device_type))
         return _Pass(self, where, begin_anew, is_done)
 
     def check(self) -> None:

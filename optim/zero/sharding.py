@@ -1,15 +1,13 @@
 """Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
@@ -21,8 +19,7 @@ from nvme_offload.offload._fsdp_passes import (
     reduce_alike,
 )
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.devices.device import HOST, is_host
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
 from nvme_offload.optim.layout.blocks import params_outside
 from nvme_offload.optim.precision.casts import (
@@ -36,7 +33,6 @@ from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
 from nvme_offload.optim.ranks.collective import gather, host_groups, largest
-from nvme_offload.optim.ranks.drives import join
 from nvme_offload.optim.tiers.parts import (
     CONVERTED,
     Storage,
@@ -56,31 +52,6 @@ REDUCED_ONCE = (
     f"torch {torch.__version__}: its pipelines add up micro-batches in the dtype they reduce in; write the same dtype "
     "for communication_data_type and gradient_accumulation_dtype, or use torch 2.11 to 2.13"
 )
-
-
-def is_launched() -> bool:
-    """Whether a launcher has said which of several ranks this process is."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def default_mesh(device_type: str, config: object = None) -> DeviceMesh:
-    """Return a mesh of all ranks, which follow the drives of a read `config`; without a launcher, of this process."""
-    if not dist.is_initialized():
-        backend = _backend_for(device_type)
-        if is_launched():
-            join(backend, config if isinstance(config, OffloadConfig) else None)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list of exports
-            dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timedelta(hours=1))
-    return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def _backend_for(device_type: str) -> str:
-    """Return the backend of a device beside one for the CPU, where state is gathered for who looks at it."""
-    on_host = dist.get_default_backend_for_device(HOST.type)
-    if device_type == HOST.type:
-        return on_host
-    return f"{HOST.type}:{on_host},{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def shard_with_precision(

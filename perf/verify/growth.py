@@ -12,7 +12,7 @@ from torch.profiler import profile, supported_activities
 from nvme_offload.offload._torch_private import has_context
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.zero.initialize import initialize
-from nvme_offload.optim.zero.sharding import default_mesh
+from nvme_offload.optim.zero.meshes import default_mesh
 from nvme_offload.perf.verify.outcome import Found, LeftOutError, Site, WrongError
 from nvme_offload.perf.verify.training import BF16
 from nvme_offload.perf.verify.updates import section

@@ -10,7 +10,7 @@ from torch import nn
 from nvme_offload.optim.access.full_values import get_full_optimizer_state, get_full_param
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize
-from nvme_offload.optim.zero.sharding import default_mesh
+from nvme_offload.optim.zero.meshes import default_mesh
 from nvme_offload.perf.measure.sections import MODES
 from nvme_offload.perf.measure.training import layered_model
 from nvme_offload.perf.verify.outcome import Found, Site, must_be_near, must_equal

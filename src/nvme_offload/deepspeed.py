@@ -46,7 +46,7 @@ from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.zero.engine import OffloadEngine
 from nvme_offload.optim.zero.initialize import initialize as initialize_engine
-from nvme_offload.optim.zero.sharding import default_mesh, is_launched
+from nvme_offload.optim.zero.meshes import default_mesh, is_launched
 
 PAGE = "docs/from_deepspeed.md says what to write instead"
 

@@ -27,7 +27,7 @@ from nvme_offload.optim.ranks.collective import device_of, on_every_rank
 from nvme_offload.optim.state.worker import Worker
 from nvme_offload.optim.step.norm import _gather
 from nvme_offload.optim.tiers.arrivals import Arrivals
-from nvme_offload.optim.zero.sharding import default_mesh
+from nvme_offload.optim.zero.meshes import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import OF_ENDS, OF_THREADS
 from tests.support.ranks import run_ranks

@@ -25,7 +25,7 @@ from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.step.final_gradients import Inbox
 from nvme_offload.optim.step.job import StepJob
-from nvme_offload.optim.zero.sharding import default_mesh
+from nvme_offload.optim.zero.meshes import default_mesh
 from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import LATE
