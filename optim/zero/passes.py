@@ -5,10 +5,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nvme_offload.offload.devices.device import current_of, refuse_capture
+from nvme_offload.offload.devices.device import refuse_capture
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.peers import Peers
@@ -22,7 +23,7 @@ class Passes:
         self._module: Any = module
         self._optimizer = optimizer
         self._num_ranks = mesh.size()
-        self._device_type = mesh.device_type
+        self._device = torch.device(mesh.device_type)
         self._peers = peers
         self._way_on = ""
         """The way on after a pass that could not be given up, in words."""
@@ -43,7 +44,7 @@ class Passes:
         nobody knows where the others are, and nothing is done.
         """
         self.check()
-        refuse_capture(current_of(self._device_type))
+        refuse_capture(self._device)
         return _Pass(self, where, begin_anew, is_done)
 
     def check(self) -> None:
