@@ -29,20 +29,15 @@ from nvme_offload.offload.sync import sync_folder
 
 PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"
-FORMAT = 3
-"""The format of what a run's directory holds. 1 had no layout that could be read without the model, and 2 manifests
-without the identities of commits; what is of 2 is read, and is of 3 before anything is committed to it."""
-
-_READ = (2, FORMAT)
+FORMAT = 1
+"""The format of what a run's directory holds."""
 
 _MAX_PATHS = 1024
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "uuid": lambda value: isinstance(value, str),
     "path": lambda value: type(value) is int and 0 <= value < _MAX_PATHS,
     "num_paths": lambda value: type(value) is int and 0 < value <= _MAX_PATHS,
-    "hosts": lambda value: (
-        value is None or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values()))
-    ),
+    "hosts": lambda value: isinstance(value, dict) and all(isinstance(host, str) for host in value.values()),
 }
 """The fields that are read, and what each must be."""
 
@@ -80,11 +75,11 @@ def read_about(directory: Path) -> dict[str, Any] | None:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
-    if written_by not in _READ:
+    if written_by != FORMAT:
         raise ResumeError(
             path,
-            f"is of format {written_by}, and this version reads {' and '.join(map(str, _READ))}: go on with the "
-            "version that made it and save a checkpoint there, or begin another run under another name",
+            f"is of format {written_by}, and this version reads {FORMAT}: go on with the version that made it and save "
+            "a checkpoint there, or begin another run under another name",
         )
     for name, is_right in _FIELDS.items():
         if not is_right(about.get(name)):
@@ -131,10 +126,10 @@ class DurableDirectory:
         replace_in(self.path, ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
 
     def update_about(self, hosts: Mapping[str, str]) -> None:
-        """Say on which hosts the ranks are, and that manifests of this version are there, which to earlier are none."""
+        """Say on which hosts the ranks are now."""
         about = read_about(self.path)
-        if about is not None and (about["format"], about.get("hosts")) != (FORMAT, hosts):
-            self.write_about(about | {"format": FORMAT, "hosts": hosts})
+        if about is not None and about["hosts"] != hosts:
+            self.write_about(about | {"hosts": hosts})
 
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""

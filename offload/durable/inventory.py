@@ -199,7 +199,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
             _check_rows(copies.read_from, manifests)
         if newest is not None:
             identity = read_identity(newest.parent, manifests[newest].identity)
-            hosts = next(iter(abouts.values())).get("hosts") or {}
+            hosts = next(iter(abouts.values()))["hosts"]
             model, num_ranks = _in_words(identity), int(identity.get("num_ranks", 0))
     except ResumeError as error:
         problem = str(error)
@@ -211,7 +211,7 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         rank=rank,
         folders=tuple(folders),
         copies=copies,
-        steps={manifest.commit_id or f"step {manifest.step}": manifest.step for manifest in ordered},
+        steps={manifest.commit_id: manifest.step for manifest in ordered},
         snapshots=tuple(name for of_folder in snapshots for name in of_folder),
         prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
         unreadable=tuple(name for of_folder in snapshots for name in of_folder.unreadable),
@@ -243,7 +243,7 @@ def _in_words(identity: Mapping[str, Any]) -> str:
         numel = sum(prod(param["shape"]) for param in params)
         dtypes = sorted({str(param["dtype"]) for param in params})
         return f"{numel:,} parameters in {' and '.join(dtypes)}, {identity['optimizer']}"
-    except (KeyError, TypeError, AttributeError):  # of an earlier version, or nobody's
+    except (KeyError, TypeError, AttributeError):  # no optimizer wrote it
         return str(identity.get("model", ""))
 
 

@@ -39,10 +39,8 @@ NAMES = tuple(f"manifest.{number}" for number in range(MAX_FILES))
 NO_COMMIT = "0" * 32
 """The identity of no commit: the first one of a history has it before itself."""
 
-_MAGIC = b"nvmerun2"
-_MAGIC_WITHOUT_COMMITS = b"nvmerun1"
-"""Manifests of an earlier version, which had no identities."""
-_COMMIT_ID = re.compile(r"(?:[0-9a-f]{32})?")
+_MAGIC = b"nvmerun1"
+_COMMIT_ID = re.compile(r"[0-9a-f]{32}")
 _HEADER = struct.Struct("<8sQQqQ32s")  # magic, sequence, incarnation, step, bytes of the body, digest of all else
 _TABLE = np.dtype("<i8")
 _BLOCK_BYTES = 4096
@@ -68,11 +66,10 @@ class Manifest:
     blob: bytes = b""
     is_first: bool = False
     """Whether there was nothing to go on from before it. Then another rank may not have come that far."""
-    commit_id: str = ""
-    """32 hexadecimal digits that the manifests of all ranks have of this commit, and of no other one. Empty where an
-    earlier version wrote it: nobody knows."""
-    previous_id: str = ""
-    """`commit_id` of the commit before it, which it goes on from; empty where nobody knows."""
+    commit_id: str = NO_COMMIT
+    """32 hexadecimal digits that the manifests of all ranks have of this commit, and of no other one."""
+    previous_id: str = NO_COMMIT
+    """`commit_id` of the commit before it, which it goes on from."""
     is_alone: bool = True
     """Whether it was written to one copy of the run alone."""
 
@@ -88,10 +85,8 @@ class Manifest:
         return self.blob == other.blob and all(np.array_equal(own.get(n, ()), others.get(n, ())) for n in names)
 
     def may_follow(self, other: Manifest) -> bool:
-        """Whether another one is of the commit before this, as far as both say."""
-        if self.previous_id == NO_COMMIT:
-            return False
-        return not (self.previous_id and other.commit_id) or self.previous_id == other.commit_id
+        """Whether another one is of the commit before this."""
+        return self.previous_id == other.commit_id
 
     def encode(self) -> bytes:
         """The bytes of the file."""
@@ -126,7 +121,7 @@ class Manifest:
             return None
         magic, sequence, incarnation, step, body_bytes, digest = _HEADER.unpack_from(content)
         body = memoryview(content)[_HEADER.size : _HEADER.size + body_bytes]
-        if magic not in (_MAGIC, _MAGIC_WITHOUT_COMMITS) or len(body) != body_bytes:
+        if magic != _MAGIC or len(body) != body_bytes:
             return None
         if digest != _digest(_HEADER.pack(magic, sequence, incarnation, step, body_bytes, bytes(32)), body):
             return None
@@ -134,9 +129,8 @@ class Manifest:
         _check("incarnation", incarnation, incarnation < _NUMBERS_END)
         _check("step", step, 0 <= step < _NUMBERS_END)
         about, tables, blob = _parse(body)
-        ids = about.get("commit", ""), about.get("previous", "")
-        flags = about.get("first", False), about.get("alone", True)
-        return cls(step, sequence, incarnation, about["identity"], tables, blob, flags[0], *ids, flags[1])
+        is_first, *ids, is_alone = (about[name] for name in ("first", "commit", "previous", "alone"))
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, is_first, *ids, is_alone)
 
 
 def _check(field_name: str, value: object, is_right: bool) -> None:
@@ -162,9 +156,9 @@ def _parse(body: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray], byt
     identity = about.get("identity")
     _check("identity", identity, isinstance(identity, str) and identity.isalnum())
     for name in ("first", "alone"):
-        _check(name, about.get(name), isinstance(about.get(name, False), bool))
+        _check(name, about.get(name), isinstance(about.get(name), bool))
     for name in ("commit", "previous"):
-        said = about.get(name, "")
+        said = about.get(name)
         _check(name, said, isinstance(said, str) and _COMMIT_ID.fullmatch(said) is not None)
     _check("tables", about.get("tables"), isinstance(about.get("tables"), dict))
     at, tables = 8 + size, {}

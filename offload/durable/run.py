@@ -195,9 +195,8 @@ class DurableRun:
         if held is not None:
             return held
         self.extents.adopt(manifest.tables, layouts, where=str(self.folder))
-        previous = manifest.previous_id or NO_COMMIT
         alone = self.num_copies == 1
-        copy = replace(manifest, sequence=self.extents.sequence, previous_id=previous, is_first=False, is_alone=alone)
+        copy = replace(manifest, sequence=self.extents.sequence, is_first=False, is_alone=alone)
         self._files.write(copy)
         self.extents.count_manifest()
         return copy

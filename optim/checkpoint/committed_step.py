@@ -108,11 +108,10 @@ def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, sna
     return {number: of_rank[asked[0]] for number, of_rank in of_ranks.items()}
 
 
-def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str | int, _Found]:
-    """Return a rank's commits, the newest first, by identity; an earlier version had ticks alone."""
+def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str, _Found]:
+    """Return a rank's commits, the newest first, by identity."""
     manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
-    found = [_Found(manifest, Content.decode(manifest.blob, rank.folder)) for manifest in manifests]
-    return {each.manifest.commit_id or each.content.tick: each for each in found}
+    return {found.commit_id: _Found(found, Content.decode(found.blob, rank.folder)) for found in manifests}
 
 
 def _check_stages(name: str, recorded: Mapping[int, RecordedRun]) -> None:

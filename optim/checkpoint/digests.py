@@ -17,8 +17,8 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.state.store import num_threads_of_rank
 
-BLOCKS, SHA256 = "sha256_of_blocks", "sha256"
-"""Kinds of digest: that of this page, and of the bytes themselves, as earlier versions had it."""
+BLOCKS = "sha256_of_blocks"
+"""The kind of digest, as manifests name it."""
 PORTION_BYTES = 1 << 22
 """So much is read, written and digested at once: a whole number of blocks."""
 
@@ -39,10 +39,10 @@ class BlockDigest:
         return self._sums.hexdigest()
 
 
-def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callable[[int], None]) -> str:
-    """Return the digest of a whole file; several threads take that of `BLOCKS`. `advance` is told of the bytes read."""
+def digest_of_file(descriptor: int, size_bytes: int, advance: Callable[[int], None]) -> str:
+    """Return the digest of a whole file, which several threads take. `advance` is told of the bytes read."""
     starts = range(0, size_bytes, PORTION_BYTES)
-    num_threads = min(num_threads_of_rank(), len(starts)) if kind == BLOCKS else 1
+    num_threads = min(num_threads_of_rank(), len(starts))
     readers: SimpleQueue[tuple[torch.Tensor, KernelPool]] = SimpleQueue()  # room and kernels of one thread each
     for _ in range(num_threads):
         readers.put((HostRegion(PORTION_BYTES).view(torch.uint8, 0, PORTION_BYTES), KernelPool(1)))
@@ -51,11 +51,7 @@ def digest_of_file(descriptor: int, size_bytes: int, kind: str, advance: Callabl
     def read(start: int) -> bytes:
         room, kernels = reader = readers.get()
         try:
-            portion = room[: _fill(descriptor, room, start)]
-            if kind == BLOCKS:
-                return _sums_of(portion, kernels)
-            digest.update(portion.numpy().data)
-            return b""
+            return _sums_of(room[: _fill(descriptor, room, start)], kernels)
         finally:
             readers.put(reader)
 

@@ -25,7 +25,7 @@ from nvme_offload.aio_native.starting import Pending, ThreadPool
 from nvme_offload.offload.errors import CheckpointError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import sync_file, sync_folder
-from nvme_offload.optim.checkpoint.digests import BLOCKS, PORTION_BYTES, SHA256, BlockDigest, digest_of_file
+from nvme_offload.optim.checkpoint.digests import BLOCKS, PORTION_BYTES, BlockDigest, digest_of_file
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -49,22 +49,20 @@ class FileRecord(NamedTuple):
 
     size_bytes: int
     digest: str
-    kind: str = BLOCKS
-    """The digest is of this kind: `BLOCKS`, or `SHA256` by earlier versions."""
     host: str = ""
     """The host whose ranks wrote it, where each host has a folder of its own and others have no such file."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        return {"size_bytes": self.size_bytes, self.kind: self.digest} | ({"host": self.host} if self.host else {})
+        return {"size_bytes": self.size_bytes, BLOCKS: self.digest} | ({"host": self.host} if self.host else {})
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Self:
         """Return what an entry of a manifest says; ValueError, LookupError or TypeError if it is none."""
         [kind] = said.keys() - {"size_bytes", "host"}
-        if kind not in (BLOCKS, SHA256):
+        if kind != BLOCKS:
             raise ValueError(f"digest of kind {kind!r}, which this version does not know")
-        return cls(int(said["size_bytes"]), str(said[kind]), kind, str(said.get("host", "")))
+        return cls(int(said["size_bytes"]), str(said[kind]), str(said.get("host", "")))
 
 
 class HashingStream:
@@ -196,7 +194,7 @@ def begin(root: Path, tag: str) -> Path:
     """Clear up after killed runs and make the folder to write into; FileExistsError where `tag` is no checkpoint."""
     _clear_up(root)
     final, partial = root / tag, root / (tag + PARTIAL)
-    is_checkpoint = _is_folder(final) and (final / MANIFEST).is_file()
+    is_checkpoint = _is_ours(final) and (final / MANIFEST).is_file()
     for path, is_ours in ((partial, False), (final, is_checkpoint)):
         if os.path.lexists(path) and not is_ours:
             raise FileExistsError(errno.EEXIST, "exists and is no checkpoint of this program; choose another tag", path)
@@ -214,9 +212,6 @@ def publish(partial: Path, tag: str) -> Path:
     write_durably(partial / LATEST, tag.encode())
     sync_folder(partial)
     if final.exists():
-        if not _is_file(final / MARKER):  # of an earlier version
-            (final / MARKER).touch()
-            sync_folder(final)
         final.rename(replaced)
     partial.rename(final)
     sync_folder(root)
@@ -355,7 +350,7 @@ def verify(path: Path, record: FileRecord, advance: Callable[[int], None] = lamb
             if actual != record.size_bytes:
                 problem = f"is damaged: it has {actual} bytes, {record.size_bytes} were written"
                 raise CheckpointError(path, f"{problem}; load another checkpoint")
-            digest = digest_of_file(file.fileno(), actual, record.kind, advance)
+            digest = digest_of_file(file.fileno(), actual, advance)
     except FileNotFoundError:
         raise CheckpointError(path, "is missing; load another checkpoint") from None
     except OSError as error:

@@ -22,7 +22,6 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"
-_FIRST_OPTIMIZER = "AdamW"  # of checkpoints that do not name theirs: there was no other
 
 
 @dataclass
@@ -129,7 +128,7 @@ def _reading_state(folder: Path) -> Iterator[None]:
 def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
     """Check that the checkpoint is of this kind of optimizer, else ValueError: others have states of the same names."""
     with _reading_state(folder):
-        found = json.loads((folder / STATE).read_bytes()).get("optimizer", _FIRST_OPTIMIZER)
+        found = json.loads((folder / STATE).read_bytes())["optimizer"]
     if found != (own := training.optimizer.rule.name):
         raise ValueError(f"the checkpoint is of a run with {found}, this run has {own}; nothing was changed")
 

@@ -155,9 +155,7 @@ class Resumption:
 
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
         """Return those of this rank's manifests, as `find` gives them, that all ranks have; newest first."""
-        own = self._ranks.together(  # earlier versions gave a commit no identity
-            lambda: {found.commit_id or f"commit {self._content(found).tick}": found for found in find()}
-        )
+        own = self._ranks.together(lambda: {found.commit_id: found for found in find()})
         steps = {commit: manifest.step for commit, manifest in own.items()}
         of_all = self._ranks.gather(_Offer(socket.gethostname(), str(self._run.folder), steps, random_id()))
         common = set.intersection(*(set(offer.steps) for offer in of_all.values()))

@@ -197,26 +197,9 @@ def offload_runs(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def as_an_earlier_version_wrote(folder: Path) -> None:
-    """Have the directory of a run as before commits had identities."""
-    for file in [*folder.glob("manifest.*"), *folder.glob("snapshot.*")]:
-        manifest = Manifest.decode(file.read_bytes())
-        if manifest is None:
-            continue
-        body = manifest.encode()[HEADER.size :]
-        (size,) = struct.unpack_from("<Q", body)
-        about = json.loads(body[8 : 8 + size])
-        described = json.dumps({key: about[key] for key in ("identity", "tables", "blob", "first")}).encode()
-        file.write_bytes(
-            sealed(b"nvmerun1", manifest, struct.pack("<Q", len(described)) + described + body[8 + size :])
-        )
-    about_run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(about_run | {"format": 2}))
-
-
-def sealed(magic: bytes, manifest: Manifest, body: bytes) -> bytes:
+def sealed(manifest: Manifest, body: bytes) -> bytes:
     """A manifest of this body, with the digest that belongs to it."""
-    fields = (magic, manifest.sequence, manifest.incarnation, manifest.step, len(body))
+    fields = (b"nvmerun1", manifest.sequence, manifest.incarnation, manifest.step, len(body))
     digest = hashlib.blake2b(HEADER.pack(*fields, bytes(32)) + body, digest_size=32).digest()
     return HEADER.pack(*fields, digest) + body
 

@@ -21,7 +21,7 @@ from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers
-from tests.support.durable_run import UUID, SmallRun, as_an_earlier_version_wrote, name_of, offload_runs
+from tests.support.durable_run import UUID, SmallRun, name_of, offload_runs
 from tests.support.failing_drive import flip_bit
 from tests.support.killed_histories import DiesAtAChange
 from tests.support.killed_steps import fork
@@ -371,28 +371,6 @@ def test_a_flipped_bit_takes_no_snapshot_away_without_a_word_and_its_space_is_no
         run.snapshot("best")
     assert len((where / "swap").read_bytes()) == sizes[2]
     assert not list(where.glob("unreadable.*"))
-
-
-def test_a_run_of_an_earlier_version_goes_on_and_its_commits_have_identities_from_then_on(folder):
-    with entered(folder) as run:
-        run.snapshot("kept")
-        truth, where = run.truth, run.run.folder
-    as_an_earlier_version_wrote(where)
-    with entered(folder, goes_on=False) as run:
-        assert [manifest.commit_id for manifest in [*run.run.found, *run.run.snapshots.values()]] == [""] * 3
-        run.adopt(run.run.found[0])
-        assert '"format": 3' in (where / "run.json").read_text()
-        run.commit("2", 2)
-        run.commit("3", 3)
-        newest, before = run.run.committed
-        assert newest.previous_id == before.commit_id != ""
-        run.adopt(run.run.snapshots["kept"])
-        assert run.run.committed[0].commit_id == ""
-        assert run.read() == truth.get("1", run.values and tuple(run.values))
-        run.commit("2 again", 2)
-        assert run.run.committed[0].previous_id == ""
-    with entered(folder, goes_on=False) as run:
-        assert [name_of(manifest) for manifest in run.run.found] == ["2 again", "1"]
 
 
 # Folders that others may write in: what somebody else put there is neither used nor changed.

@@ -237,7 +237,7 @@ FIRST_PATH, FIRST_OFFSET, FIRST_SIZE = 3, 4, 5  # columns of a row of bases
 
 def sealed(header, body):
     """A manifest of this header and body, with the digest that belongs to it."""
-    return with_digest(b"nvmerun2", SimpleNamespace(incarnation=1, **header), body)
+    return with_digest(SimpleNamespace(incarnation=1, **header), body)
 
 
 def with_description(content, **changes):
@@ -247,7 +247,7 @@ def with_description(content, **changes):
     (size,) = struct.unpack_from("<Q", body)
     about = json.loads(body[8 : 8 + size]) | changes
     described = json.dumps({name: value for name, value in about.items() if value is not None}).encode()
-    return with_digest(b"nvmerun2", whole, (struct.pack("<Q", len(described)) + described) + body[8 + size :])
+    return with_digest(whole, (struct.pack("<Q", len(described)) + described) + body[8 + size :])
 
 
 def with_tables(change):
@@ -304,24 +304,26 @@ MANIFESTS = {
     "a blob below zero": (lambda c: with_description(c, blob=-1), "its blob is '-1'"),
     "a commit of words": (lambda c: with_description(c, commit="the last one"), "its commit is 'the last one'"),
     "a number before it": (lambda c: with_description(c, previous=7), "its previous is '7'"),
+    "no identity of the commit": (lambda c: with_description(c, commit=None), "its commit is 'None'"),
+    "no identity of the one before": (lambda c: with_description(c, previous=None), "its previous is 'None'"),
     "a number for a truth": (lambda c: with_description(c, first=7), "its first is '7'"),
     "a description of 2^60 bytes": (
-        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 1 << 60)),
+        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1 << 60)),
         "its length of its description",
     ),
     "a description that is no JSON": (
-        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 1) + b"{"),
+        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1) + b"{"),
         "its description is no JSON",
     ),
     "a description without end": (
-        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 200_000) + b"[" * 200_000),
+        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 200_000) + b"[" * 200_000),
         "its description is no JSON",
     ),
     "a list for a description": (
-        lambda c: with_digest(b"nvmerun2", Manifest.decode(c), struct.pack("<Q", 2) + b"[]"),
+        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 2) + b"[]"),
         r"its description is '\[\]'",
     ),
-    "no body": (lambda c: with_digest(b"nvmerun2", Manifest.decode(c), b""), "its length of its description"),
+    "no body": (lambda c: with_digest(Manifest.decode(c), b""), "its length of its description"),
     "the last sequence of all": (
         lambda c: sealed({"sequence": 2**64 - 1, "step": 0}, Manifest.decode(c).encode()[HEADER.size :]),
         "its sequence is",

@@ -91,10 +91,10 @@ def found_by_the_next_run(root: Path) -> tuple[str, Any]:
 class SaveCase:
     """One save of the small engine, recorded, and the rules for what a crash in it may leave.
 
-    `earlier` is the tag of a checkpoint that is there before, perhaps of a version that made no markers; "": none is.
+    `earlier` is the tag of a checkpoint that is there before, "": none is.
     """
 
-    def __init__(self, folder: Path, earlier: str, tag: str, *, without_marker: bool = False) -> None:
+    def __init__(self, folder: Path, earlier: str, tag: str) -> None:
         self.folder, self.tag = folder / "drive", tag
         self._copy = folder / "copy"
         self.folder.mkdir()
@@ -108,8 +108,6 @@ class SaveCase:
                 put_strangers(root)
                 engine.save_checkpoint(root, earlier)
                 self.before = files.read_manifest(root / earlier)
-                if without_marker:
-                    (root / earlier / files.MARKER).unlink()
             train(engine, 1)
             self.digests.append(digest_of(engine))
             with Recording(self.folder) as recording:
@@ -167,7 +165,6 @@ CASES = {
     "first": ("", "new"),
     "new tag": ("old", "new"),
     "same tag": ("old", "old"),
-    "same tag, no marker": ("old", "old"),
 }
 
 
@@ -179,7 +176,7 @@ def undurable(monkeypatch):
 
 def case_of(name, folder):
     (folder / name).mkdir()
-    return SaveCase(folder / name, *CASES[name], without_marker="no marker" in name)
+    return SaveCase(folder / name, *CASES[name])
 
 
 @pytest.fixture

@@ -86,32 +86,12 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_named(engine, saved):
     assert engine.load_checkpoint(saved.parent)[0] == str(saved)
 
 
-def as_earlier_versions_wrote_it(folder):
-    """The manifest with the SHA-256 of each file."""
-    entries = {}
-    for name in files.read_manifest(folder):
-        whole = (folder / name).read_bytes()
-        entries[name] = {"size_bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
-    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
-    (folder / files.MANIFEST).write_text(json.dumps({"files": entries, "sha256": digest}))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_verified_by_sha256_and_loaded(engine, saved):
-    as_earlier_versions_wrote_it(saved)
-    path = saved / "__0_0.distcp"
-    whole = path.read_bytes()
-    path.write_bytes(flip(whole, len(whole) // 2))
-    assert refuse(engine, saved, CheckpointError, "is damaged").path == path
-    path.write_bytes(whole)
-    assert engine.load_checkpoint(saved.parent)[0] == str(saved)
-
-
 def test_a_digest_of_another_kind_is_refused_by_name(engine, saved):
     manifest = json.loads((saved / files.MANIFEST).read_text())
-    manifest["files"]["state.json"] = {"size_bytes": 1, "md5": "0"}
+    manifest["files"]["state.json"] = {"size_bytes": 1, "sha256": "0"}
     digest = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
     (saved / files.MANIFEST).write_text(json.dumps(manifest | {"sha256": digest}))
-    refuse(engine, saved, CheckpointError, "'md5', which this version does not know")
+    refuse(engine, saved, CheckpointError, "'sha256', which this version does not know")
 
 
 BLOCK, PORTION = 1 << 16, digests.PORTION_BYTES
@@ -368,10 +348,11 @@ def test_what_others_call_like_ours_is_not_touched(engine, tmp_path):
     assert engine.load_checkpoint(root, "h")[0] == str(root / "h")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_replaced(engine, tmp_path):
+def test_a_folder_without_our_marker_is_not_replaced_and_loads(engine, tmp_path):
     engine.save_checkpoint(tmp_path, "a")
     (tmp_path / "a" / files.MARKER).unlink()
-    engine.save_checkpoint(tmp_path, "a")
+    with pytest.raises(FileExistsError, match="exists and is no checkpoint of this program"):
+        engine.save_checkpoint(tmp_path, "a")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
 

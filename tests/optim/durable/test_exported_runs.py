@@ -322,11 +322,11 @@ def train_a_little(rank, world_size, paths):
         optimizer.step()
 
 
-def test_directories_of_an_earlier_version_say_what_to_do(small, tmp_path):
+def test_directories_of_another_version_say_what_to_do(small, tmp_path):
     small.optimizer.close()
     about = json.loads((small.rank / "run.json").read_text())
-    (small.rank / "run.json").write_text(json.dumps(about | {"format": 1}))
-    said = "is of format 1, and this version reads 2 and 3: go on with the version that made it and save a checkpoint"
+    (small.rank / "run.json").write_text(json.dumps(about | {"format": 2}))
+    said = "is of format 2, and this version reads 1: go on with the version that made it and save a checkpoint"
     assert said in refused("small", tmp_path / "out", small.drive)
     assert said in " ".join(offload_runs(small.drive)[1].split())
     assert offload_runs("remove", "small", small.drive)[0] == 0
