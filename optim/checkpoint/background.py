@@ -1,7 +1,6 @@
 """A checkpoint of a pinned step that is written in a thread, while training goes on."""
 
 import errno
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, agree, index_of, plan_items
+from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, SavedIndex, agree, index_of, plan_items
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.checkpoint.storage import PlannedItems, RankFile
 from nvme_offload.optim.durable.commits import random_id
@@ -147,9 +146,9 @@ def _end(
         if site.keeper == site.keepers[0]:
             of_all = others.heard("written", range(dist.get_world_size(site.group)))
             index = index_of(save, items, (RankFile.from_json(said.decode()) for said in of_all))
-            others.say("index", pickle.dumps(index))
-        [index_bytes] = others.heard("index", site.keepers[:1])
-        pickle.loads(index_bytes).write(folder)
+            others.say("index", index.as_json().encode())
+        [said] = others.heard("index", site.keepers[:1])
+        SavedIndex.from_json(said.decode()).write(folder)
         others.say("whole")
         others.heard("whole", site.keepers)
         files.publish(folder, save.tag)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import shutil
 import warnings
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,7 @@ from nvme_offload.optim.checkpoint.run_state import (
     read_state,
     state_json,
 )
-from nvme_offload.optim.checkpoint.sites import CheckpointSite, FoundCheckpoint, HostsReader
+from nvme_offload.optim.checkpoint.sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
 from nvme_offload.optim.checkpoint.storage import (
     METADATA,
     PlannedItems,
@@ -168,6 +170,19 @@ class SavedIndex(NamedTuple):
 
     files: Mapping[str, bytes]
     of_ranks: Mapping[str, FileRecord]
+
+    def as_json(self) -> str:
+        """Return the same as text, for another process."""
+        return json.dumps([{name: b64encode(data).decode() for name, data in self.files.items()}, self.of_ranks])
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what another process made. ValueError: it is none, or has files that no index has."""
+        said, of_ranks = json.loads(text)
+        if said.keys() != set(INDEX):
+            raise ValueError(f"an index has the files {', '.join(INDEX)}, not {', '.join(said)}")
+        records = {str(name): FileRecord(*record) for name, record in of_ranks.items()}
+        return cls({name: b64decode(data) for name, data in said.items()}, records)
 
     def write(self, partial: Path) -> None:
         """Write them, and the list of all."""

@@ -32,7 +32,7 @@ from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank,
 
 T = TypeVar("T")
 
-_INDEX = (METADATA, STATE, OBJECTS)
+INDEX = (METADATA, STATE, OBJECTS)
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class CheckpointSite:
             what = f"lacks {'; '.join(sorted(missing))}"
             raise CheckpointError(folder, f"{what}: bring back what is missing, or load another checkpoint")
         if lost := sorted({host for host, saves in of_all if save not in saves.folders}):
-            index = ", ".join((*_INDEX, files.MANIFEST))
+            index = ", ".join((*INDEX, files.MANIFEST))
             raise CheckpointError(folder, f"is not there on host {', '.join(lost)}: copy {index} of another host to it")
-        data = [name for name in _by_size(manifest) if name not in _INDEX]
+        data = [name for name in _by_size(manifest) if name not in INDEX]
         readers = {name: holders[name][place % len(holders[name])] for place, name in enumerate(data)}
         _check_index(folder, manifest)
         return FoundCheckpoint(folder, manifest, readers, here)
@@ -203,6 +203,6 @@ def _by_size(manifest: Mapping[str, FileRecord]) -> list[str]:
 
 
 def _check_index(folder: Path, manifest: Mapping[str, FileRecord]) -> None:
-    for name in _INDEX:
+    for name in INDEX:
         if name not in manifest:
             raise CheckpointError(folder / files.MANIFEST, f"does not list {name}")

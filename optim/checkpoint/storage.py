@@ -1,5 +1,6 @@
 """Distributed checkpoints in files: torch's format, written item by item with digests, read without running code."""
 
+import io
 import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +9,13 @@ from typing import IO, Any, NamedTuple, Self, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -20,6 +27,8 @@ from nvme_offload.optim.checkpoint.contents import StreamedSavePlanner
 from nvme_offload.optim.checkpoint.files import FileRecord, HashingStream, durable_file
 
 METADATA = ".metadata"
+_NUM_PROPERTIES = 5
+"""Every torch knows so many properties of a tensor, and reads them. 2.15 adds strides, which no checkpoint here has."""
 _ITEM_OVERHEAD_BYTES = 2048  # of torch.save's container, and of the metadata, per item
 
 
@@ -121,7 +130,27 @@ def metadata_bytes(metadata: Metadata, written: Iterable[RankFile], tied: Mappin
         }
     metadata.storage_data = stored
     metadata.storage_meta = StorageMeta()
-    return pickle.dumps(metadata)
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(metadata)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what the oldest torch reads, too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how to make an object anew."""
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        made: Any = value.__reduce_ex__(2)
+        return (*made[:2], made[2][:_NUM_PROPERTIES])
+
+
+class _Properties(TensorProperties):
+    """Takes the properties of a tensor, whichever torch wrote them."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:_NUM_PROPERTIES])  # type: ignore[no-untyped-call]  # of torch
 
 
 class VerifiedReader(FileSystemReader):
@@ -173,7 +202,8 @@ class _DataUnpickler(pickle.Unpickler):
         """Return the class of that name, if it is on the list."""
         if (module, name) not in METADATA_GLOBALS:
             raise CheckpointError(self._path, f"asks for {module}.{name}, which could run code: it is not from here")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return _Properties if found is TensorProperties else found
 
 
 def _size_of(item: WriteItem) -> int:

@@ -12,6 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from nvme_offload import CheckpointError, StateError, SwapIOError, initialize
 from nvme_offload.offload._torch_private import storage_info
@@ -146,6 +148,21 @@ def test_code_among_the_objects_does_not_run(engine, saved, tmp_path):
     rewrite_manifest(saved)
     refuse(engine, saved, CheckpointError, r"objects\.pt cannot be loaded without running code")
     assert not marker.exists()
+
+
+def test_what_one_torch_writes_another_reads_though_it_knows_fewer_properties_of_a_tensor(engine, saved, monkeypatch):
+    plain, made = TensorProperties.__getstate__, TensorProperties.__setstate__
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda properties: (*plain(properties)[:5], (64, 1)))
+        newer.setattr(TensorProperties, "__setstate__", lambda properties, state: made(properties, state[:5]))
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        engine.save_checkpoint(saved.parent, "ours")
+    rewrite_manifest(saved)
+    engine.load_checkpoint(saved.parent, "good")
+    assert engine.load_checkpoint(saved.parent, "ours")[0]
+    found = FileSystemReader(saved.parent / "ours").read_metadata()
+    assert found.state_dict_metadata.keys() == metadata.state_dict_metadata.keys()
 
 
 def change_place(saved, **place):
