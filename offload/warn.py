@@ -25,6 +25,22 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this
     warnings.warn(message, category, stacklevel=level)
 
 
+class Once:
+    """Warn of each matter once in the life of what holds this: an optimizer, an engine, a run."""
+
+    def __init__(self) -> None:
+        self._said: set[object] = set()
+
+    def warn(
+        self, about: object, message: str, category: type[Warning] = RuntimeWarning, *, of_this_rank: bool = False
+    ) -> bool:
+        """See `warn_user`. Returns whether this was the first time that it is `about` this."""
+        if is_new := about not in self._said:
+            self._said.add(about)
+            warn_user(message, category, of_this_rank=of_this_rank)
+        return is_new
+
+
 def speaks_for_all() -> bool:
     """Return whether this is rank 0: of the process group, or before there is one, as a launcher says."""
     dist: Any = sys.modules.get("torch.distributed")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from nvme_offload.aio_native import Op, Segment
 from nvme_offload.offload.errors import EngineLostError, check_may_follow
 from nvme_offload.offload.storage.swap_file import SwapFile
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import Once
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class DriveCopies:
         self._states = [CopyState.WHOLE for _ in files]
         self._order = [*range(len(files))]
         """The copies, as they are to be read: last those that were lost before."""
-        self._said: set[int] = set()
+        self._once = Once()
         """Copies of which it was said that they are lost."""
         self._place_of = {file.fd: (copy, at) for copy, of_copy in enumerate(files) for at, file in enumerate(of_copy)}
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
@@ -112,15 +112,12 @@ class DriveCopies:
 
     def _say_lost(self, copy: int, error: BaseException, other: int) -> None:
         said = f"a copy of the state is lost ({error}), and that in {self.files[other][0].path.parent} is read instead"
-        if copy in self._said:
-            logger.info(said)
-            return
-        self._said.add(copy)
-        warn_user(
-            f"{said}. Training makes the lost one again as soon as its drive takes it. Where it does not, name a "
-            "folder on another drive in nvme_path, and start again",
-            of_this_rank=True,
+        remedy = (
+            "Training makes the lost one again as soon as its drive takes it. Where it does not, name a folder on "
+            "another drive in nvme_path, and start again"
         )
+        if not self._once.warn(copy, f"{said}. {remedy}", of_this_rank=True):
+            logger.info(said)
 
     def lose_at(self, fd: int, error: BaseException) -> bool:
         """Go on without the copy that has this file; see `lose`."""

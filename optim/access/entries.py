@@ -84,7 +84,11 @@ def has_entries(body: StateBody, index: int, given: Mapping[str, Any]) -> bool:
         held = read_entries(body, {index: given})[index] | {"step": body.table[index].steps}
 
         def bits(entries: Mapping[str, Any]) -> list[torch.Tensor]:
-            return [_check_entry(body, index, name, entries[name]).float().view(torch.int32) for name in given]
+            checked = {name: _check_entry(body, index, name, entries[name]) for name in given}
+            return [
+                value.double().view(torch.int64) if name == "step" else value.view(torch.int32)
+                for name, value in checked.items()
+            ]
 
         return all(map(torch.equal, bits(held), bits(given)))
 
@@ -129,13 +133,25 @@ def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Te
     """Return the entry as flat fp32 on the CPU, in the parameter's order of memory."""
     record = body.table[index]
     param = record.param
-    tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu"))
+    exact = torch.float64 if isinstance(value, float) else None
+    tensor = local_tensor(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=exact, device="cpu"))
     if tensor.is_complex():
         raise ValueError(f"{name} of {record.name} is {tensor.dtype}: optimizer state is real")
     if name == "step":
         if tensor.numel() != 1 or not ((number := float(tensor)) >= 0 and number.is_integer()):
             raise ValueError(f"step of {record.name} = {value!r}: the step is one whole number, 0 or more")
+        if tensor.is_floating_point() and number > (last := 2 / torch.finfo(tensor.dtype).eps):
+            raise ValueError(
+                f"step of {record.name} = {value!r}: {tensor.dtype} rounds whole numbers past {last:.0f}, so it may "
+                "be another one: give it as the optimizer's own state dict has it, as int, or in torch.float64"
+            )
         return tensor
+    if name == "master" and tensor.dtype.itemsize < torch.float32.itemsize:
+        raise ValueError(
+            f"master of {record.name} is {tensor.dtype}: the lower bits of the fp32 master weights are gone. "
+            "load_state_dict of torch's optimizers casts every entry to the dtype of its parameter: load the state "
+            'dict that it was given. Or delete "master" from the entries: then masters start from the parameters'
+        )
     if tensor.shape != param.shape:
         shapes = f"{tuple(tensor.shape)}; the parameter has {tuple(param.shape)}"
         raise ValueError(f"{name} of {record.name} has shape {shapes}")

@@ -11,7 +11,7 @@ from nvme_offload.optim.access.entries import read_entries, set_entries
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.ranks.collective import on_every_rank, reachable
 from nvme_offload.optim.state.body import StateBody, body_of
-from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.state.table import ParamRecord, step_entry
 from nvme_offload.optim.tiers.parts import drop_gathered, split_shard
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     part = _own_part(param, value, "set_full_param")
     has_state = record.is_placed or split_shard(param) is None  # one frozen so far has all of its parts itself
     if has_state and "master" in record.entry_names:
-        set_entries(body, {record.index: {"master": part}})
+        set_entries(body, {record.index: {"master": part.float()}})
     else:
         local_tensor(param).copy_(part)
         drop_gathered(param)
@@ -100,7 +100,7 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     """Return the whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
 
     Returns:
-        A copy, fp32, on the CPU, in the parameter's global shape; of ``step`` a scalar.
+        A copy, fp32, on the CPU, in the parameter's global shape; of ``step`` a scalar, fp64 beyond 2**24.
 
     Raises:
         ValueError: it is no parameter of an open `OffloadOptimizer`, or has no such state.
@@ -110,7 +110,7 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     _check_name(record, name, "get_full_optimizer_state")
     if name == "step":
         with body.at_rest():
-            return torch.tensor(float(record.steps), device="cpu")
+            return step_entry(record.steps)
     return _gathered_entry(param, body, record.index, name)
 
 
@@ -157,7 +157,7 @@ def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Te
     if isinstance(param, DTensor):
         for dim, (start, length) in enumerate(zip(shard_offsets(param), local_tensor(param).shape, strict=True)):
             part = part.narrow(dim, start if length else 0, length)
-    return part.float()
+    return part
 
 
 def _gathered_entry(param: torch.Tensor, body: StateBody, index: int, name: str) -> torch.Tensor:

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.entries import fresh_entry, read_entries
 from nvme_offload.optim.state.store import StateStore
+from nvme_offload.optim.state.table import ParamRecord, step_entry
 from nvme_offload.optim.tiers.parts import split_shard
 
 
@@ -23,7 +25,7 @@ def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict
     tensors = read_entries(store, {record.index: record.shown_names for record in records.values()})
     state: dict[int, dict[str, torch.Tensor]] = {}
     for number, record in records.items():
-        step = {"step": torch.tensor(float(record.steps), device="cpu")} if record.rule.counts_steps else {}
+        step = {"step": step_entry(record.steps)} if record.rule.counts_steps else {}
         state[number] = step | tensors[record.index]
     numbered = [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups]
     return {"state": state, "param_groups": numbered}
@@ -48,12 +50,13 @@ def matched_state(
         check(group, number)
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     own = [store.table.of(param) for group in groups for param in group["params"]]
-    given = {}
+    given, rounded = {}, []
     for record, key in zip(own, saved, strict=True):
         entries = record.rule.adopted(state_dict["state"].get(key, {}))
         known = record.entry_names
         if unknown := sorted(set(entries) - {*known, "master"}):
             raise ValueError(f"state of {record.name} holds {unknown[0]!r}; {record.rule.name} has {', '.join(known)}")
+        rounded += _rounded_states(record, entries)
         if entries or record.is_placed:
             # The master of a split shard is the parameter itself: not given, it stays.
             stays = {"master"} - set(entries) if split_shard(record.leaf) is not None else set()
@@ -62,4 +65,20 @@ def matched_state(
                 for name in known
                 if name not in stays
             }
+    if rounded:
+        warn_user(
+            f"{rounded[0]} and {len(rounded) - 1} further states of the state dict have 16 bits, as torch.optim keeps "
+            "them over 16-bit parameters, and are taken as they are. If they were fp32 once, torch's load_state_dict "
+            "has rounded them: then load the state dict that it was given"
+        )
     return given
+
+
+def _rounded_states(record: ParamRecord, entries: Mapping[str, Any]) -> list[str]:
+    """Name states of a parameter that came in a narrower dtype than the rule keeps them in."""
+    kept = {state.name: state.dtype for state in record.rule.states}
+    return [
+        f"{name} of {record.name}"
+        for name, value in entries.items()
+        if name in kept and isinstance(value, torch.Tensor) and value.dtype.itemsize < kept[name].itemsize
+    ]

@@ -10,16 +10,16 @@ from nvme_offload.optim.access.entries import fresh_entry, has_entries, read_ent
 from nvme_offload.optim.ranks.collective import reachable
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.table import ParamRecord
+from nvme_offload.optim.state.table import ParamRecord, step_entry
 
 
 class ParamState(MutableMapping[str, Any]):
     """The state of one parameter: ``step``, the states of its rule and, beside a 16-bit parameter, ``master``.
 
     Reading a key fetches a copy from the tier: fp32 tensors in the parameter's shape on the CPU (of a sharded one
-    whose ranks can only gather on a device, there), ``step`` an fp32 scalar as in torch. Assigning to a key writes
-    through to the tier, ``master`` also to the parameter. Changing a fetched tensor in place changes nothing but the
-    copy.
+    whose ranks can only gather on a device, there), ``step`` an fp32 scalar as in torch, fp64 beyond 2**24. Assigning
+    to a key writes through to the tier, ``master`` also to the parameter. Changing a fetched tensor in place changes
+    nothing but the copy.
     """
 
     def __init__(self, body: StateBody, index: int) -> None:
@@ -31,7 +31,7 @@ class ParamState(MutableMapping[str, Any]):
             raise KeyError(key)
         if key == "step":
             with self._body.at_rest():
-                return torch.tensor(float(self._body.table[self._index].steps), device="cpu")
+                return step_entry(self._body.table[self._index].steps)
         entry = read_entries(self._body, {self._index: (key,)})[self._index][key]
         return reachable(entry) if isinstance(entry, DTensor) else entry
 

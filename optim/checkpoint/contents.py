@@ -35,6 +35,7 @@ from nvme_offload.optim.checkpoint.places import MAX_CHUNK_NUMEL, InMemory, Plac
 from nvme_offload.optim.layout.geometry import Chunk, Part
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StateBody
+from nvme_offload.optim.state.table import step_entry
 
 MODEL, OPTIMIZER = "model", "optim.state"
 """The names of a model's tensors, and of an optimizer's, begin with these."""
@@ -45,6 +46,10 @@ class Kind(NamedTuple):
 
     size: torch.Size
     dtype: torch.dtype
+
+
+COUNTS = [Kind(torch.Size(()), dtype) for dtype in (torch.float32, torch.float64)]
+"""Kinds of a count of steps: the second is of those that fp32 would round."""
 
 
 class Item(NamedTuple):
@@ -68,7 +73,7 @@ class Contents:
     items: list[Item] = field(default_factory=list)
     """The items of this rank, in the order in which the tiers are visited best."""
     steps: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Step counts of the optimizer's parameters, fp32 scalars, by index of the parameter."""
+    """Step counts of the optimizer's parameters, fp64 scalars, by index of the parameter."""
     names: dict[int, str] = field(default_factory=dict)
     """Qualified names of the optimizer's parameters, by index."""
     group_names: list[list[str]] = field(default_factory=list)
@@ -80,13 +85,19 @@ class Contents:
         self.kinds[name], self.paths[name] = kind, path
         return name
 
-    def add_param(self, name: str, shape: torch.Size, step: torch.Tensor, rule: UpdateRule) -> None:
-        """Take on a parameter of this whole shape that has state; `tier_items` says where the two lie."""
+    def add_param(self, name: str, shape: torch.Size, steps: int, rule: UpdateRule) -> torch.Tensor:
+        """Take on a parameter of this whole shape that has state, and return its count of steps, an fp64 scalar.
+
+        `tier_items` says where parameter and state lie.
+        """
         self.add(Kind(shape, torch.float32), MODEL, name)
-        step_name = self.add(Kind(torch.Size(()), torch.float32), OPTIMIZER, name, "step")
-        self.items += plain_items(step_name, step)
+        entry = step_entry(steps)
+        step_name = self.add(Kind(entry.shape, entry.dtype), OPTIMIZER, name, "step")
+        count = entry.double()
+        self.items += plain_items(step_name, count)
         for state in rule.states:
             self.add(Kind(shape, state.dtype), OPTIMIZER, name, state.name)
+        return count
 
 
 def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
@@ -100,8 +111,7 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
         record = body.table.find(value)
         if record is not None and record.is_placed:
             contents.names[record.index] = name
-            contents.steps[record.index] = torch.tensor(float(record.steps), device="cpu")
-            contents.add_param(name, value.shape, contents.steps[record.index], record.rule)
+            contents.steps[record.index] = contents.add_param(name, value.shape, record.steps, record.rule)
         else:  # a buffer, or frozen from the start: it has no state
             full_name = contents.add(Kind(value.shape, value.dtype), MODEL, name)
             contents.items.extend(plain_items(full_name, value))
@@ -256,7 +266,9 @@ def check_fits(contents: Contents, metadata: Metadata) -> None:
         *(
             f"{name} is {_said(kind)}, in the checkpoint {_said(saved[name])}"
             for name, kind in own.items()
-            if name in saved and saved[name] != kind
+            if name in saved
+            and saved[name] != kind
+            and not (name.startswith(OPTIMIZER) and kind in COUNTS and saved[name] in COUNTS)
         ),
     ]
     places = {(index.fqn, index.offset): place for index, place in (metadata.storage_data or {}).items()}

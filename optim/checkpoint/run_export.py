@@ -137,9 +137,9 @@ def _contents_of(step: CommittedStep) -> Contents:
     contents = Contents(group_names=[[] for _ in step.ranks[0].content.groups])
     for rank in step.ranks:
         contents.tied.update({f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in rank.run.tied.items()})
-        for param, steps in zip(rank.run.params, rank.content.steps, strict=True):
+        for param, steps in zip(rank.run.params, rank.content.steps.tolist(), strict=True):
             if f"{MODEL}.{param.name}" not in contents.kinds:
-                contents.add_param(param.name, param.part.whole, steps.float(), param.rule)
+                contents.add_param(param.name, param.part.whole, steps, param.rule)
                 contents.group_names[param.group].append(param.name)
     for name, buffer in _buffers_of(step).items():
         full_name = contents.add(Kind(buffer.shape, buffer.dtype), MODEL, name)

@@ -9,7 +9,7 @@ from nvme_offload.offload.config.section import OffloadOptimizerConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.units import TB
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import Once
 from nvme_offload.optim.state.store import StateStore
 
 _SURE_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Wear:
         self._engines = engines
         self._period = store.durability.period if store.durability.takes_all else None
         self._begun: _Moment | None = None
-        self._is_said = False
+        self._once = Once()
         self.written_per_day: float | None = None
         """Bytes, at the rate of this process until its latest step ended; None before the second one."""
 
@@ -80,11 +80,11 @@ class Wear:
             self._hold_to(limit / ranks_on_host(), self.written_per_day)
 
     def _hold_to(self, limit: float, per_day: float) -> None:
-        if per_day <= limit or self._is_said:
+        if per_day <= limit:
             return
-        self._is_said = True
         shared = f" (the part of one rank, of {ranks_on_host()})" if ranks_on_host() > 1 else ""
-        warn_user(
+        self._once.warn(
+            "wear_limit",
             f"{per_day / TB:.3g} TB a day are written at the rate of this run, and wear_limit is {limit / TB:.3g} TB a "
             f"day{shared}: {_OF_DURABLE if self._period else _OF_OTHERS}; or set a higher limit",
             of_this_rank=True,

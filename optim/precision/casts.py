@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, without_base
 from nvme_offload.offload.devices.device import autocast_dtype
 from nvme_offload.offload.errors import BlockOrderError
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import Once
 from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 
@@ -69,7 +69,7 @@ def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
     With autocast in the plan, an autocast context around the model changes nothing, and is warned about. Without, such
     a context is an error. Inside the forward, autocast means what it means in PyTorch.
     """
-    device_type = next(model.parameters()).device.type
+    device_type, once = next(model.parameters()).device.type, Once()
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         around = autocast_dtype(device_type)
@@ -78,9 +78,10 @@ def guard_autocast(model: nn.Module, plan: PrecisionPlan) -> None:
                 raise RuntimeError(_autocast_without_section(around))
             return forward(*args, **kwargs)
         if around is not None:
-            warn_user(
+            once.warn(
+                "autocast outside",
                 f"there is an autocast context ({NAMES.get(around, around)}) around the engine, which enters one of its"
-                f" own: torch_autocast.dtype = {NAMES[plan.autocast]} holds; leave the outer one out"
+                f" own: torch_autocast.dtype = {NAMES[plan.autocast]} holds; leave the outer one out",
             )
             # It may span steps, and its cache would hold the weights of the step before.
             torch.clear_autocast_cache()

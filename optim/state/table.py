@@ -20,6 +20,11 @@ from nvme_offload.optim.tiers.parts import OwnParts, parts_of
 _tile_sums = OnAccelerator().tile_checksums
 
 
+def step_entry(steps: int) -> torch.Tensor:
+    """Return a count of steps as torch's optimizers keep it: an fp32 scalar; fp64 where fp32 would round it."""
+    return torch.tensor(float(steps), dtype=torch.float32 if steps <= 2**24 else torch.float64, device="cpu")
+
+
 @dataclass(eq=False)
 class ParamRecord:
     """A parameter, where it is, and how far its updates have come."""

@@ -14,7 +14,7 @@ from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import recorded
 from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import Once, warn_user
 from nvme_offload.optim.layout.flat import flat_grad
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
@@ -64,7 +64,7 @@ class Stepper:
         self._norm_group = norm_group
         self._commits = commits
         self.schedules = Schedules(store)
-        self._said: set[str] = set()
+        self._once = Once()
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.final = FinalGradients(store, meter, rule, self.schedules, commits if several else None)
         """Begins the updates in backward, where the section asks for that."""
@@ -276,7 +276,15 @@ class Stepper:
                     "(counted in stats().skipped_steps)"
                 )
             return None
-        self.clip_coef = clip_coefficient(self.total_norm, self._store.config.gradient_clipping)
+        clipping = self._store.config.gradient_clipping
+        if self.total_norm == 0 and self.had_gradients and not clipping:
+            self._once.warn(
+                "all zero",
+                "every gradient of this step is 0. If torch.nn.utils.clip_grad_norm_ was called before it, its norm "
+                "has overflowed, and it multiplied all of them by 0: leave that call out and write gradient_clipping "
+                "in the section, whose norm is summed in fp64. Said once",
+            )
+        self.clip_coef = clip_coefficient(self.total_norm, clipping)
         return inv_scale * self.clip_coef
 
     def _divided(
@@ -301,29 +309,26 @@ class Stepper:
         return inside, forward_order(behind, store.uses.take())
 
     def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
-        self._say_once(
+        self._once.warn(
             "nothing overlaps",
             f"{self._asked} does nothing here: {hindrance_in(self._store, record)}. "
             'Steps are taken as with "off", with the same bits; leave the key out to hide them where that is possible',
+            ConfigWarning,
         )
 
     def _say_that_nobody_agreed(self) -> None:
-        self._say_once(
+        self._once.warn(
             "nobody agreed",
             f'{self._asked} is done as with "forward" here: ranks of a durable run '
             "write in backward once they have agreed that the step before lasts on all of them. Call "
             "optimizer.expect_step(True) before the last backward of each step, on every rank, as the engine does. The "
             "bits are the same",
+            ConfigWarning,
         )
 
     @property
     def _asked(self) -> str:
         return f'overlap_step = "{self._store.config.overlap_step}"'
-
-    def _say_once(self, about: str, text: str) -> None:
-        if about not in self._said:
-            self._said.add(about)
-            warn_user(text, ConfigWarning)
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Sort subgroups for this step: the same on every rank as far as whole parameters go."""
@@ -407,8 +412,10 @@ class Stepper:
 
     def _report_changed(self) -> None:
         if changed_tiles := self._meter.take_changed():
-            warn_user(
+            self._once.warn(
+                "changed tiles",
                 f"{changed_tiles} tiles of 65536 elements were changed between steps by something other than this "
-                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept)",
+                "optimizer: their master weights now start from the changed 16-bit values (the moments are kept). "
+                "Later changes are counted in stats().resplit_blocks alone",
                 of_this_rank=True,
             )

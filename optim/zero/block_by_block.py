@@ -38,7 +38,7 @@ from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._fsdp_passes import TakingTurns
 from nvme_offload.offload._torch_private import is_compiled, version_of
 from nvme_offload.offload.errors import BlockOrderError, PeerError
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import Once
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
 from nvme_offload.optim.zero.relay import Runner
 
@@ -70,7 +70,7 @@ class BlockByBlock:
         self._keeper = keeper
         self._forwards: list[_Forward] = []
         self._runners: list[Runner] = []
-        self._has_warned = False
+        self._once = Once()
         self.has_looked = False
         """Whether a step has shown that the blocks are functions of their arguments."""
         for block in blocks:
@@ -161,11 +161,11 @@ class BlockByBlock:
             self._turns.refuse(str(error))
 
     def _warn_of_checkpoint(self, call: BlockCall) -> None:
-        if call.computes_again_by_itself and not self._has_warned:
-            self._has_warned = True
-            warn_user(
+        if call.computes_again_by_itself:
+            self._once.warn(
+                "checkpointing inside",
                 f"block {self._names[call.block]} has activation checkpointing inside. Block by block each block is "
-                "computed again in backward anyway: switch that off, or the block is computed three times"
+                "computed again in backward anyway: switch that off, or the block is computed three times",
             )
 
     def _computed(self, call: BlockCall, forward: _Forward) -> Callable[[], Any]:

@@ -96,6 +96,36 @@ def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, ch
     assert optimizer.stats().resplit_blocks == blocks
 
 
+@pytest.mark.filterwarnings("always")
+def test_a_run_says_once_that_somebody_changes_its_parameters(make_adamw, recwarn):
+    """A lookahead optimizer around this one does so every few steps."""
+    params = params_of([(40,), (70_000,)], torch.bfloat16)
+    optimizer = make_adamw(params)
+    for step in range(9):
+        take_steps(optimizer, params, step)
+        if step % 2:
+            with torch.no_grad():
+                params[step % 4 // 2].mul_(0.5)
+    assert optimizer.stats().resplit_blocks == 6
+    assert ["tiles of 65536 elements were changed" in str(warning.message) for warning in recwarn] == [True]
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(("clip", "warnings"), [(0.0, 1), (1.0, 0)], ids=["torch clips", "the section clips"])
+def test_gradients_that_torchs_clipping_made_zero_are_said_once(make_adamw, recwarn, clip, warnings):
+    params = params_of([(40,), (7,)], torch.float32)
+    optimizer = make_adamw(params, clip=clip)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.full_like(p, 1e38)
+        if not clip:
+            assert torch.nn.utils.clip_grad_norm_(params, 1.0) == torch.inf
+        optimizer.step()
+    assert ["write gradient_clipping in the section" in str(warning.message) for warning in recwarn] == [
+        True
+    ] * warnings
+
+
 def test_an_fp32_parameter_is_its_own_master(make_adamw, recwarn):
     """Nothing to detect: what somebody writes there is the master."""
     params = params_of([(BLOCK + 9,)], torch.float32)

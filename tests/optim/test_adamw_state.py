@@ -6,7 +6,16 @@ import pickle
 import pytest
 import torch
 
-from tests.support.training import BLOCK, Twin, assert_same_bits, param, params_of, snapshot, take_steps
+from nvme_offload import (
+    OffloadAdagrad,
+    OffloadAdam,
+    OffloadAdamW,
+    OffloadMuon,
+    OffloadSGD,
+    get_full_optimizer_state,
+    set_full_optimizer_state,
+)
+from tests.support.training import BLOCK, Twin, assert_same_bits, param, params_of, section, snapshot, take_steps
 
 SHAPES = [(BLOCK + 1,), (33, 65), (), (200,)]
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
@@ -77,6 +86,8 @@ def break_state_dict():
     yield "half a step", put(step=torch.tensor(1.5)), "step of parameter 3 of group 0"
     yield "a negative step", put(step=-1), "whole number, 0 or more"
     yield "a step that is no number", put(step=float("nan")), "step of parameter 3|NaN"
+    yield "a rounded step", put(step=torch.tensor(300, dtype=torch.bfloat16)), "bfloat16 rounds whole numbers past 256"
+    yield "a rounded master", put(master=torch.ones(200).half()), "master of parameter 3 .*float16: the lower bits"
     yield "a step without end", put(step=float("inf")), "step of parameter 3|infinity"
     yield (
         "fewer parameters",
@@ -104,6 +115,55 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(make_adamw, device, brok
         optimizer.load_state_dict(broken(donor.state_dict()))
     assert_same_bits(snapshot(optimizer), before)
     take_steps(optimizer, params, 5)
+
+
+OF_TORCH = {
+    torch.optim.AdamW: (OffloadAdamW, {}),
+    torch.optim.Adam: (OffloadAdam, {}),
+    torch.optim.Adagrad: (OffloadAdagrad, {}),
+    torch.optim.SGD: (OffloadSGD, {"momentum": 0.9}),
+    torch.optim.Muon: (OffloadMuon, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_masters_that_went_through_torchs_optimizer_are_refused_and_its_states_are_named(drive, kind, dtype):
+    """torch casts every entry but the step to the dtype of the parameter."""
+    params, (own, settings) = params_of([(33, 65)] * 2, dtype), OF_TORCH[kind]
+    with own(params, lr=1e-3, offload=section(drive), **settings) as optimizer:
+        take_steps(optimizer, params, 0, 1)
+        before, torchs = optimizer.state_dict(), kind(params, lr=1e-3, **settings)
+        torchs.load_state_dict(copy.deepcopy(before))
+        cast = torchs.state_dict()
+        with pytest.raises(ValueError, match=f"master of parameter 0 of group 0 is {dtype}: .* torch's optimizers"):
+            optimizer.load_state_dict(cast)
+        assert_same_bits(optimizer.state_dict(), before)
+        for entries in cast["state"].values():
+            del entries["master"]
+        with pytest.warns(RuntimeWarning, match="of parameter 0 of group 0 and . further states .* 16 bits"):
+            optimizer.load_state_dict(cast)
+        optimizer.load_state_dict(before)
+        assert_same_bits(optimizer.state_dict(), before)
+
+
+def test_counts_that_fp32_would_round_survive_wherever_a_state_goes(make_adamw):
+    many = 2**24 + 1
+    params, optimizer = trained(make_adamw)
+    set_full_optimizer_state(params[0], "step", torch.tensor(many))
+    optimizer.state[params[2]]["step"] = float(many)
+    state = optimizer.state_dict()
+    torchs = torch.optim.AdamW(params)
+    torchs.load_state_dict(copy.deepcopy(state))
+    for entries, once in zip(torchs.state_dict()["state"].values(), state["state"].values(), strict=True):
+        entries.update({name: once[name] for name in once if name != "step"})
+    _, other = trained(make_adamw, "cpu")
+    other.load_state_dict(torchs.state_dict())
+    found = [int(other.state[p]["step"]) for p in other.param_groups[0]["params"]]
+    assert found == [many, 3, many, 3]
+    for _ in range(2):
+        optimizer.state[params[0]]["step"] = optimizer.state[params[0]]["step"] + 1
+    assert int(get_full_optimizer_state(params[0], "step")) == many + 2
 
 
 def test_groups_saved_without_an_option_get_its_default(make_adamw):

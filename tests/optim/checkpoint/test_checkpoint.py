@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from nvme_offload import CheckpointWriteError
+from nvme_offload import CheckpointWriteError, get_full_optimizer_state, set_full_optimizer_state
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
 from tests.support.sharded_model import assert_same, full_state
@@ -163,6 +163,22 @@ def test_a_load_in_the_middle_of_an_accumulation_drops_its_gradients(tmp_path):
             steps_of(engine, 0, range(2))
             norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_counts_of_steps_that_fp32_would_round_are_loaded_into_runs_with_few_and_back(tmp_path):
+    with fresh_engine("bf16") as engine, fresh_engine("bf16", seed=1) as other:
+        for each in (engine, other):
+            steps_of(each, 0, range(2))
+        groups = (each.optimizer.param_groups[0]["params"] for each in (engine, other))
+        few, many = ([param for param in group if param.requires_grad] for group in groups)
+        for param in many:
+            set_full_optimizer_state(param, "step", torch.tensor(2**24 + 3))
+        engine.save_checkpoint(tmp_path, "few")
+        other.save_checkpoint(tmp_path, "many")
+        for each, params, tag, count in ((engine, few, "many", 2**24 + 3), (other, many, "few", 2)):
+            each.load_checkpoint(tmp_path, tag)
+            assert {int(get_full_optimizer_state(param, "step")) for param in params} == {count}
 
 
 @pytest.mark.usefixtures("alone")
