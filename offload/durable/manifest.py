@@ -129,8 +129,8 @@ class Manifest:
         _check("incarnation", incarnation, incarnation < _NUMBERS_END)
         _check("step", step, 0 <= step < _NUMBERS_END)
         about, tables, blob = _parse(body)
-        is_first, *ids, is_alone = (about[name] for name in ("first", "commit", "previous", "alone"))
-        return cls(step, sequence, incarnation, about["identity"], tables, blob, is_first, *ids, is_alone)
+        is_first, commit, previous, is_alone = (about[name] for name in ("first", "commit", "previous", "alone"))
+        return cls(step, sequence, incarnation, about["identity"], tables, blob, is_first, commit, previous, is_alone)
 
 
 def _check(field_name: str, value: object, is_right: bool) -> None:
