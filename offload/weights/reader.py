@@ -43,8 +43,10 @@ INDEX_FILE = "model.safetensors.index.json"
 DIGEST = "sha256"
 """Key of the SHA-256 of a file's tensors, in its header and in the index beside it. Ours; files of others have none."""
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _DAMAGED = "the file is damaged or was not written completely: fetch or export it again"
 
 
@@ -133,7 +135,7 @@ def _read_header(path: Path) -> tuple[dict[str, HeaderEntry], str | None]:
             size_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size_bytes - 8):
                 what = f"is no safetensors file: of {size_bytes} bytes its header would be {header_bytes}"
                 raise WeightsError(path, f"{what}; {_DAMAGED}")
             text = file.read(header_bytes)

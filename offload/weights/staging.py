@@ -14,7 +14,7 @@ from nvme_offload.offload.weights.reader import INDEX_FILE
 STAGING = ".nvme-offload-export"
 """Our name, so that the next export knows what a killed one left behind."""
 
-WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 _LOCK = "lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -24,11 +24,13 @@ from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.user_path import user_path
-from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, SINGLE_FILE
+from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
 from nvme_offload.offload.weights.staging import WEIGHT_FILE, HiddenFolder
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _PIECE_NUMEL = 1 << 22
+_METADATA = "__metadata__"
+_MAX_OFFSET = 2**64
 
 
 @dataclass
@@ -37,22 +39,33 @@ class _Shard:
 
     entries: list[tuple[str, torch.Tensor, torch.dtype]] = field(default_factory=list)
     size_bytes: int = 0
+    header_bytes: int = 256
+    """At most as many, with what is no tensor's."""
     name: str = ""
     digest: str = "0" * 64
     """SHA-256 of the bytes of its tensors, in the order of the file; zeros until these are written."""
 
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, header_bytes: int) -> None:
+        self.entries.append((name, tensor, dtype))
+        self.size_bytes += tensor.numel() * dtype.itemsize
+        self.header_bytes += header_bytes
+
     def header(self) -> bytes:
         """The header of the file, of one length whatever the digest. A file that is alone needs no digest."""
         metadata = {"format": "pt"} if self.name == SINGLE_FILE else {"format": "pt", DIGEST: self.digest}
-        described: dict[str, Any] = {"__metadata__": metadata}
+        described: dict[str, Any] = {_METADATA: metadata}
         at = 0
         for name, tensor, dtype in self.entries:
             stop = at + tensor.numel() * dtype.itemsize
-            described[name] = {"dtype": _KINDS[dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+            described[name] = _described(tensor, dtype, at, stop)
             at = stop
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as readers that map files expect
         return struct.pack("<Q", len(text)) + text
+
+
+def _described(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": _KINDS[dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -109,7 +122,8 @@ def write_sharded(
         items: name and tensor, see `weight_items`. Shapes are looked at before the first value, so hand over
             parameters, not whole copies of them.
         dtype: of floating-point tensors in the files; None: as they are. Other tensors keep theirs.
-        max_shard_bytes: no file has more bytes of tensors, unless a single tensor has.
+        max_shard_bytes: no file has more bytes of tensors, unless a single tensor has. Nor has one a header beyond
+            100 MB, which is the most that the format allows.
         stored: makes of a name, its tensor and the dtype in the file what is to be written, sharded as the tensor is;
             every rank calls it, and must raise the same. By default the tensor itself.
         group: the ranks that have the tensors; None: all.
@@ -119,7 +133,7 @@ def write_sharded(
         The files, in order.
 
     Raises:
-        ValueError: a name comes twice, or a dtype has no place in safetensors.
+        ValueError: a name comes twice, or a name or a dtype has no place in safetensors.
         OSError: the folder cannot be used, another export is writing into it (EBUSY), or it has too little space
             (ENOSPC; bytes needed and free). Nothing was left behind, and an earlier export is as it was.
         HalfRenamedError: it failed at the very end, between two renames.
@@ -316,11 +330,24 @@ def _plan(items: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, 
         stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         if stored not in _KINDS:
             raise ValueError(f"{name} would be stored as {stored}; safetensors has {', '.join(map(str, _KINDS))}")
-        size_bytes = tensor.numel() * stored.itemsize
-        if shards[-1].entries and shards[-1].size_bytes + size_bytes > max_shard_bytes:
+        size_bytes, header_bytes = tensor.numel() * stored.itemsize, _header_bytes(name, tensor, stored)
+        if shards[-1].entries and (
+            shards[-1].size_bytes + size_bytes > max_shard_bytes
+            or shards[-1].header_bytes + header_bytes > MAX_HEADER_BYTES
+        ):
             shards.append(_Shard())
-        shards[-1].entries.append((name, tensor, stored))
-        shards[-1].size_bytes += size_bytes
+        shards[-1].add(name, tensor, stored, header_bytes)
     for number, shard in enumerate(shards, 1):
         shard.name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     return shards
+
+
+def _header_bytes(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return how much a tensor takes of a header at most; ValueError for a name that no header can have."""
+    size_bytes = len(json.dumps({name: _described(tensor, dtype, _MAX_OFFSET, _MAX_OFFSET)}))
+    if name == _METADATA or name.encode(errors="replace").decode() != name:
+        raise ValueError(f"{name!r} cannot be the name of a tensor in safetensors; rename the parameter or buffer")
+    if size_bytes + _Shard.header_bytes > MAX_HEADER_BYTES:
+        most = f"the header of a safetensors file has at most {MAX_HEADER_BYTES} bytes; rename it"
+        raise ValueError(f"the name {name[:60]!r}... has {len(name)} characters, and {most}")
+    return size_bytes

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nvme_offload import WeightsError, write_sharded
-from nvme_offload.offload.weights.reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from nvme_offload.offload.weights import writer
+from nvme_offload.offload.weights.reader import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, SafetensorsReader
 from nvme_offload.offload.weights.staging import STAGING, HiddenFolder
 from tests.support.power_loss import Recording
 from tests.support.sandbox import needs_mounts, run_python
@@ -74,6 +75,24 @@ def test_shards_have_the_hugging_face_layout(tmp_path):
         assert_same_bits(read_all(path), tensors)
     large = write_sharded(tmp_path / "large", [("a", torch.zeros(9)), ("b", torch.zeros(1))], max_shard_bytes=4)
     assert [list(load_file(file)) for file in large] == [["a"], ["b"]]
+
+
+def test_a_header_is_within_what_the_format_allows(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "MAX_HEADER_BYTES", 10_000)
+    tensors = {f"{number:02d}" + "\u00e4" * 400: torch.full((2,), float(number)) for number in range(14)}
+    files = write_sharded(tmp_path, tensors.items(), dtype=None)
+    assert [len(load_file(file)) for file in files] == [3, 3, 3, 3, 2]
+    assert max(struct.unpack("<Q", file.read_bytes()[:8])[0] for file in files) <= 10_000
+    assert_same_bits(read_all(tmp_path), tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["__metadata__", "lone \ud800", "x" * MAX_HEADER_BYTES], ids=["theirs", "no text", "long"]
+)
+def test_a_name_that_no_header_can_have_is_refused_before_a_byte_is_written(tmp_path, name):
+    with pytest.raises(ValueError, match=r"__metadata__|lone .*rename|xxx'\.\.\. has 100000000 characters.*rename"):
+        write_sharded(tmp_path / "new", [("other", torch.zeros(1)), (name, torch.zeros(1))])
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_export_replaces_the_one_before_it(tmp_path):
