@@ -5,6 +5,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten  # as every tensor subclass of torch's walks arguments
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -354,6 +356,43 @@ def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | 
     """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+_selecting = threading.local()
+
+
+class _Selected(checkpointing._VersionWrapper):
+    def __init__(self, val: Any) -> None:
+        keep = getattr(_selecting, "keep", None)
+        self.handle = None
+        if keep is not None and isinstance(val, torch.Tensor):
+            # As torch detaches it: aliases that are made here share its version.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                self.handle = keep(val)
+        super().__init__(val if self.handle is None else self.handle.counter)
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        val = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
+        return val if self.handle is None else self.handle.take()
+
+
+@contextmanager
+def keeping_selected(keep: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Have `keep` keep what selective checkpointing saves in this thread.
+
+    It returns a handle, or None to leave the tensor. A handle has ``take()``, and a ``counter`` that shares the version
+    of its tensor.
+
+    ``torch.utils.checkpoint._VersionWrapper``: selective checkpointing stores its results in that, where hooks on saved
+    tensors do not look. The class that takes its place stays, and does the same where nobody keeps.
+    """
+    checkpointing._VersionWrapper = _Selected  # type: ignore[misc]
+    before = getattr(_selecting, "keep", None)
+    _selecting.keep = keep
+    try:
+        yield
+    finally:
+        _selecting.keep = before
 
 
 class _ReplacedCall:

@@ -1,19 +1,25 @@
 """Moves out of memory what a forward saves for backward: for any module, with or without an engine."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from nvme_offload.aio_native import FaultSpec
-from nvme_offload.offload._torch_private import is_compiled, not_compiled, replace_calls, top_saved_tensor_hooks
+from nvme_offload.offload._torch_private import (
+    is_compiled,
+    keeping_selected,
+    not_compiled,
+    replace_calls,
+    top_saved_tensor_hooks,
+)
 from nvme_offload.offload.activations.attention import AttentionResults
 from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
 from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
-from nvme_offload.offload.activations.kept import Handle, InPlace
+from nvme_offload.offload.activations.kept import Handle, InPlace, KeptTensor
 from nvme_offload.offload.activations.store import ActivationStats, ActivationStore
 from nvme_offload.offload.activations.weights import ModelMemory
 from nvme_offload.offload.config.section import (
@@ -98,7 +104,16 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         """Move what is saved by forwards inside. It belongs to the thread, and may be entered again within itself."""
         self._memory.look()
         self._store.begin()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _take_back)
+        return self._saving()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        with keeping_selected(self._keep_selected), torch.autograd.graph.saved_tensors_hooks(self._pack, _take_back):
+            yield
+
+    def _keep_selected(self, tensor: torch.Tensor) -> KeptTensor | None:
+        handle = self.keep(tensor)
+        return handle if isinstance(handle, KeptTensor) else None
 
     def attach(self) -> Self:
         """Run every forward of the model in `saving` from now on, until `close`: for loops that are not yours.

@@ -163,13 +163,14 @@ class InPlace:
 class KeptTensor:
     """A handle of a tensor whose storage is kept: its shape, strides and place there."""
 
-    __slots__ = ("_counter", "_fetch", "_holder", "_layout", "_saved_version")
+    __slots__ = ("_fetch", "_holder", "_layout", "_saved_version", "counter")
 
     def __init__(self, holder: Holder, fetch: Callable[[Holder], torch.Tensor], tensor: torch.Tensor) -> None:
         self._holder = holder
         self._fetch = fetch
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._counter = counter_of(tensor)
+        self.counter = counter_of(tensor)
+        """It shares the tensor's version counter, and holds no memory."""
         self._saved_version = version_of(tensor)
 
     @property
@@ -179,11 +180,11 @@ class KeptTensor:
 
     def take(self) -> torch.Tensor:
         """See `Handle.take`."""
-        _check_unchanged(self._counter, self._layout[1], self._saved_version)
+        _check_unchanged(self.counter, self._layout[1], self._saved_version)
         memory = self._fetch(self._holder)
         offset, size, stride = self._layout
-        itemsize = self._counter.dtype.itemsize
-        whole = memory[: memory.numel() // itemsize * itemsize].view(self._counter.dtype)
+        itemsize = self.counter.dtype.itemsize
+        whole = memory[: memory.numel() // itemsize * itemsize].view(self.counter.dtype)
         return whole.as_strided(size, stride, offset)
 
 

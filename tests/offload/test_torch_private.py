@@ -4,7 +4,9 @@ import ast
 import pickle
 import re
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint as checkpointing
 
 from nvme_offload.offload import _fsdp_passes
 from nvme_offload.offload import _torch_private as private
@@ -422,6 +425,26 @@ def test_top_saved_tensor_hooks():
             use_reentrant=False,
         )
         assert seen[0] not in (None, (abs, repr))
+
+
+def test_keeping_selected():
+    """Selective checkpointing has no names of its own beside this one, and without a keeper it is torch's."""
+    kept = []
+
+    def train(x):
+        keep = partial(checkpointing.create_selective_checkpoint_contexts, [torch.ops.aten.exp.default])
+        y = checkpointing.checkpoint(lambda x: x.exp().sin().exp(), x, use_reentrant=False, context_fn=keep)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    x = torch.ones(3, requires_grad=True)
+    expected = train(x)
+    with private.keeping_selected(lambda tensor: kept.append(tensor) or Mock(take=lambda: tensor, counter=tensor)):
+        assert torch.equal(train(x), expected)
+        with private.keeping_selected(lambda tensor: None):
+            assert torch.equal(train(x), expected)
+    assert [tuple(tensor.shape) for tensor in kept] == [(3,), (3,)]
+    assert torch.equal(train(x), expected)
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])

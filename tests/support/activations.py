@@ -34,6 +34,8 @@ class Layers(nn.Module):
         for layer in self.layers:
             if self.checkpointed is None:
                 x = layer(x)
+            elif callable(self.checkpointed):
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=self.checkpointed)
             else:
                 x = checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant")
         return x
