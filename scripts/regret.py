@@ -91,7 +91,7 @@ def model() -> SleepingModel:
     """Make the model on meta, so that all it will take of memory is still to come; it sleeps for no time yet."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        return SleepingModel(WIDTH, LAYERS, "layers")
+        return SleepingModel(WIDTH, LAYERS)
 
 
 def measured(made: dict[str, Any], pace: Pace, iterations: int) -> tuple[float, float]:
@@ -103,15 +103,9 @@ def measured(made: dict[str, Any], pace: Pace, iterations: int) -> tuple[float, 
     with Training(sleeping, torch.randn(2, WIDTH), made, 2) as training:
         sleeping.compute_for(COMPUTE)
         pace.rate = 20 * NUMEL / ALL_STATE
-        before = moved(training)
-        taken = training.iterations(1 + iterations)
-        return sum(one.seconds for one in taken[1:]) / iterations, (moved(training) - before) / len(taken)
-
-
-def moved(training: Training) -> int:
-    """Bytes that went to the drive and came from there."""
-    stats = training.engine.optimizer.stats()
-    return sum(getattr(stats, f"{kind}bytes_{way}") for kind in ("", "param_", "grad_") for way in ("read", "written"))
+        before = sum(training.moved().values())
+        seconds = training.seconds(iterations)
+        return seconds, (sum(training.moved().values()) - before) / (1 + iterations)
 
 
 def outcomes(path: Path, share: float, rounds: int, iterations: int) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.layout.master import TAIL_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.rules.rule import UpdateRule
 
-_UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf.experiments replay`
+_UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf/benchmarks/bench_kernel.py`
 _ITEMSIZE = 2  # of a gradient in 16 bits
 
 

@@ -5,24 +5,17 @@ import typer
 from nvme_offload.perf.cli import PLAIN, Command, group_of
 
 _ABOUT = {
-    "activations": ("Measure what keeping activations on a drive saves and costs.", "memory --path /mnt/nvme0"),
     "compare": (
         "Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits.",
         "--path /mnt/nvme0 --with memory",
-    ),
-    "costs": (
-        "Measure the processor time of each operation beside torch's, for each parameter, tensor, subgroup and GB.",
-        "--path /mnt/nvme0",
     ),
     "demo": (
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
         "--size tiny --path /mnt/nvme0",
     ),
-    "hidden-step": ("Measure how much of a step each schedule hides.", "paced"),
-    "micro-batches": ("Measure the orders of micro-batches with everything on NVMe.", "bytes --path /mnt/nvme0"),
-    "on-device": (
-        "Measure iterations on this machine's GPU by where things are kept, beside `offload plan`.",
-        "--path /mnt/nvme0",
+    "paced": (
+        "Measure iterations with several sections: over a drive of an exact rate beside the plan, or over a real one.",
+        "--case forward --case backward",
     ),
     "plan-check": (
         "Compare what `offload plan` predicts with measured iterations and with resident memory.",

@@ -109,9 +109,9 @@ def iterations_of(path: Path, configuration: Configuration) -> Row:
     several, seconds, moved = [_rates(path, configuration)], list[float](), list[int]()
     with configuration.training(path, WARM_UP_STEPS) as training:
         for _ in range(ROUNDS):
-            before = _bytes(training)
-            seconds += [one.seconds for one in training.iterations(1 + MEASURED_STEPS)[1:]]
-            moved.append(_bytes(training) - before)
+            before = sum(training.moved().values())
+            seconds.append(training.seconds(MEASURED_STEPS))
+            moved.append(sum(training.moved().values()) - before)
             several.append(_rates(path, configuration))
     rates = {name: median(each[name] for each in several) for name in several[0]}
     drives = Drives.of_rates(*(rates[rw] for rw in get_args(Rw)))
@@ -127,20 +127,13 @@ def iterations_of(path: Path, configuration: Configuration) -> Row:
     return Row(shown, figures | {"measured_bytes": moved_bytes, "measured_seconds": seconds})
 
 
-def _bytes(training: Training) -> int:
-    stats = training.engine.optimizer.stats()
-    state = stats.bytes_read + stats.bytes_written
-    params = stats.param_bytes_read + stats.param_bytes_written
-    return state + params + stats.grad_bytes_read + stats.grad_bytes_written
-
-
 def _rates(path: Path, configuration: Configuration) -> dict[str, float]:
     """Measure the drive through the engine alone, and the same model with everything in memory."""
     rates = drive_rates(path)
     with configuration.training(None, 1) as training:
         before = training.engine.optimizer.stats().step_seconds
-        seconds = sum(one.seconds for one in training.iterations(2)) / 2
-        updating = (training.engine.optimizer.stats().step_seconds - before) / 2
+        seconds = training.seconds(2)
+        updating = (training.engine.optimizer.stats().step_seconds - before) / 3  # a first one does not count there
         numel = sum(param.numel() for param in training.engine.module.parameters())
     operations = 6.0 * numel * configuration.tokens * configuration.accumulation
     return {**rates, "flops": operations / (seconds - updating), "update_rate": numel / updating}

@@ -1,17 +1,14 @@
 """Models that are measured: layers that compute, layers that sleep, and how long iterations of them take."""
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from nvme_offload import OffloadEngine, initialize
-
-Shape = Literal["layers", "lm"]
+from nvme_offload.offload.devices.device import is_device, wait_for_all
 
 BACKWARD_SHARE = 2 / 3  # the share of an iteration's computing that backward has; forward has the rest
 
@@ -47,26 +44,17 @@ class SleepingLayer(nn.Module):
 
 
 class SleepingModel(nn.Module):
-    """As many parameters as `count` square matrices of this width; one subgroup each.
+    """As many parameters as `count` square matrices of this width; one subgroup each."""
 
-    Of the shape "lm" an eighth is an embedding and an eighth a head, which do not sleep; else all are layers.
-    """
-
-    def __init__(self, width: int, count: int, shape: Shape) -> None:
+    def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        in_ends = count // 8 if shape == "lm" else 0
-        self.embedding = nn.Embedding(width * in_ends, width) if in_ends else None
-        self.layers = nn.ModuleList(SleepingLayer(width) for _ in range(count - 2 * in_ends))
-        self.head = nn.Linear(width, width * in_ends, bias=False) if in_ends else None
-        self.sample = torch.zeros(2, dtype=torch.long) if in_ends else torch.randn(2, width)
-        """An input: two tokens, or two hidden states."""
+        self.layers = nn.ModuleList(SleepingLayer(width) for _ in range(count))
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The output of the last layer or, with a head, logits."""
-        hidden = self.embedding(batch) if self.embedding is not None else batch
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, width] after the last layer."""
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(hidden) if self.head is not None else hidden
+        return hidden
 
     def compute_for(self, seconds: float) -> None:
         """Let forward and backward together take so long."""
@@ -95,28 +83,6 @@ def layered_model(layers: int, width: int) -> nn.Sequential:
     return nn.Sequential(*(Layer(width) for _ in range(layers)))
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """Seconds of one iteration, from the end of one `engine.step()` to the end of the next."""
-
-    forward: float
-    backward: float
-    step: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all of it."""
-        return self.forward + self.backward + self.step
-
-
-def bf16_params(count: int, numel: int) -> list[nn.Parameter]:
-    """Make parameters of so many elements each, which have gradients."""
-    params = [nn.Parameter(torch.randn(numel).mul_(0.05).bfloat16()) for _ in range(count)]
-    for param in params:
-        param.grad = torch.randn(numel).bfloat16()
-    return params
-
-
 class Training(AbstractContextManager["Training"]):
     """A model in `initialize`, given the same batch each time, with some iterations behind it.
 
@@ -124,32 +90,36 @@ class Training(AbstractContextManager["Training"]):
     """
 
     def __init__(self, model: nn.Module, batch: torch.Tensor, section: dict[str, Any], births: int = 6) -> None:
-        self._batch = batch
         self.engine: OffloadEngine = initialize(model, section)
-        self.iterations(births)
+        self._batches = [batch] * self.engine.gradient_accumulation_steps
+        self._iterate(births)
 
     def __exit__(self, *exception: object) -> None:
         self.engine.close()
 
-    def iterations(self, count: int) -> list[Iteration]:
-        """Train for `count` iterations, one after the other; then wait for all that runs.
+    def seconds(self, count: int) -> float:
+        """Train; return the mean seconds of `count` iterations behind one that does not count, and end what runs on.
 
         Before the first one nothing runs: it is shorter than those after it.
         """
-        taken = list(self._train(count))
-        self.engine.optimizer.synchronize()
-        return taken
+        first, *_, last = self._iterate(1 + count)
+        return (last - first) / count
 
-    def _train(self, count: int) -> Iterator[Iteration]:
+    def moved(self) -> dict[str, int]:
+        """Return the bytes that were read and written until now, by kind and way."""
+        stats = self.engine.optimizer.stats()
+        names = [f"{kind}bytes_{way}" for kind in ("", "param_", "grad_") for way in ("read", "written")]
+        return {name: getattr(stats, name) for name in names}
+
+    def _iterate(self, count: int) -> list[float]:
+        """Return the moments at which `count` iterations had ended; a device has computed all of the last one."""
+        moments = []
         for _ in range(count):
-            parts = [0.0, 0.0, 0.0]
-            for _ in range(self.engine.gradient_accumulation_steps):
-                moments = [time.perf_counter()]
-                loss = self.engine(self._batch).float().square().mean()
-                moments.append(time.perf_counter())
-                self.engine.backward(loss)
-                moments.append(time.perf_counter())
-                self.engine.step()
-                moments.append(time.perf_counter())
-                parts = [part + moments[i + 1] - moments[i] for i, part in enumerate(parts)]
-            yield Iteration(*parts)
+            self.engine.accumulate(lambda batch: self.engine(batch).float().square().mean(), self._batches)
+            self.engine.step()
+            moments.append(time.perf_counter())
+        if is_device(device := self._batches[0].device):
+            wait_for_all(device)
+            moments[-1] = time.perf_counter()
+        self.engine.optimizer.synchronize()
+        return moments
