@@ -11,6 +11,7 @@ from nvme_offload.optim.access.entries import read_entries, set_entries
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.ranks.collective import on_every_rank, reachable
 from nvme_offload.optim.state.body import StateBody, body_of
+from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.table import ParamRecord, step_entry
 from nvme_offload.optim.tiers.parts import drop_gathered, split_shard
 
@@ -52,7 +53,9 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if has_state and "master" in record.entry_names:
         set_entries(body, {record.index: {"master": part.float()}})
     else:
-        local_tensor(param).copy_(part)
+        with body.at_rest():
+            body.check(Need.PARAMS)
+            local_tensor(param).copy_(part)
         drop_gathered(param)
 
 

@@ -126,7 +126,7 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
 def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
     """Yield the items of a tensor that is not in the optimizer's state."""
     local = local_tensor(tensor.detach())
-    part, place = replace(Part.of(tensor), order=tuple(range(local.dim()))), InMemory(local)
+    part, place = replace(Part.of(tensor), order=tuple(range(local.ndim))), InMemory(local)
     for start in range(0, local.numel(), MAX_CHUNK_NUMEL):
         for chunk in part.chunks(start, min(start + MAX_CHUNK_NUMEL, local.numel())):
             yield Item(name, chunk, place)

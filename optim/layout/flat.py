@@ -94,7 +94,7 @@ def room_like(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """View a flat tensor with the shape and strides of the parameter `like`."""
-    return flat if like.dim() == 1 else flat.as_strided(like.shape, like.stride())
+    return flat if like.ndim == 1 else flat.as_strided(like.shape, like.stride())
 
 
 def storage_of(leaf: torch.Tensor) -> torch.Tensor:

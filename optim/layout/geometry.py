@@ -58,9 +58,9 @@ class Part:
     def of(cls, tensor: torch.Tensor) -> Self:
         """Return this rank's part: the local tensor of a DTensor, all of any other tensor."""
         local = local_tensor(tensor)
-        offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.dim()
+        offsets = shard_offsets(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.ndim
         strides = local.stride()
-        order = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
+        order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
         return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
 
     def origin(self, param: int) -> Origin:

@@ -178,16 +178,17 @@ class StateBody(ABC):
         worker.wait_until(lambda: worker.is_idle)
         worker.raise_failure()
 
-    def wait_for_updates_of(self, indices: Iterable[int]) -> None:
+    def wait_for_updates_of(self, indices: Iterable[int], *, overwrites: bool = False) -> None:
         """Wait until parameters are as the latest step leaves them; call it before their bytes are read.
 
-        It raises what stopped the updates before they came to one of these; in a forked process ForkError.
+        It raises what stopped the updates before they came to one of these; in a forked process ForkError. Whoever
+        `overwrites` all of them hears of that once, and then need not wait for a step that nobody finishes.
         """
         for index in indices:
-            self._wait_for_update_of(index)
+            self._wait_for_update_of(index, overwrites=overwrites)
         self.mirror.end_step()
 
-    def _wait_for_update_of(self, index: int) -> None:
+    def _wait_for_update_of(self, index: int, *, overwrites: bool) -> None:
         self.uses.note(index)
         record = self.record
         if record is None:
@@ -207,7 +208,9 @@ class StateBody(ABC):
         self.worker.wait_until(lambda: record.phase is not StepPhase.BEHIND or not record.concerns(index))
         if record.concerns(index):
             self.worker.raise_failure()
-            raise record.refusal("updated parameters")
+            if not overwrites:
+                raise record.refusal("updated parameters")
+            record.note_overwritten()
 
     def end_begun(self) -> None:
         """Give up what has begun in backward of a step that nobody will call; what can be taken back is."""

@@ -39,7 +39,7 @@ class StepPhase(enum.Enum):
     """An error ended the updates behind `step()`. Parameters that are pending cannot be read. `finish_step()` leads
     on."""
     SPOILT = "spoilt"
-    """An update was cut off, or gradients that are needed are gone. Only a load or `resume()` leads on."""
+    """An update was cut off, or needed gradients or parameters are gone. Only a load or `resume()` leads on."""
     DONE = "done"
     """All is updated."""
 

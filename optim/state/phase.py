@@ -150,6 +150,11 @@ class StepRecord(Condition):
         """Subgroups that have been updated."""
         return frozenset(slot for slot in self.order if slot not in self.pending)
 
+    def note_overwritten(self) -> None:
+        """Note that a parameter whose update is pending gets another value: nobody can finish the step any more."""
+        if self.phase is StepPhase.STOPPED:
+            self.become(StepPhase.SPOILT)
+
     def waited_for(self) -> Iterator[SlotRecord]:
         """Yield pending subgroups of parameters that somebody waits for."""
         for index in tuple(self.wanted):
@@ -231,7 +236,8 @@ class StepRecord(Condition):
         """Say in words what can be done about the situation."""
         has_only_begun = self.phase is StepPhase.BEGUN and not self.is_in_kernel
         if Need.REST_OF_STEP in self.lacks and not has_only_begun:
-            why = "It was cut off inside an update" if self.is_in_kernel else "Its gradients can be used no longer"
+            gone = "Gradients or parameters that it needs are gone"
+            why = "It was cut off inside an update" if self.is_in_kernel else gone
             return f"{why}, so that it cannot be finished: {self._way_back}"
         call, first = ("step()", "zero_grad(), then ") if has_only_begun else ("finish_step()", "")
         as_before = f"call {call} while the gradients are still as they were"

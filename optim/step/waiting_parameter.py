@@ -49,7 +49,7 @@ class WaitingParameter(nn.Parameter):
         read = [] if func in _SAYS_NOTHING_OF_VALUES else tree_flatten((args, kwargs))[0]
         waiting = [value for value in read if isinstance(value, WaitingParameter)]
         for param in waiting:
-            _wait_for(param)
+            _wait_for(param, overwrites=func is _TENSOR.copy_ and len(waiting) == 1 and param is args[0])
         # As a rule they are ordinary parameters again, and nobody else's `__torch_function__` is passed over.
         is_ordinary = bool(waiting) and not any(isinstance(param, WaitingParameter) for param in waiting)
         with nullcontext() if is_ordinary else without_torch_function():
@@ -83,9 +83,9 @@ def _set_class(tensor: Any, kind: type[torch.Tensor]) -> None:
     tensor.__class__ = kind
 
 
-def _wait_for(param: torch.Tensor) -> None:
+def _wait_for(param: torch.Tensor, *, overwrites: bool = False) -> None:
     for body in bodies_of(param):
-        body.wait_for_updates_of((body.table.of(param).index,))
+        body.wait_for_updates_of((body.table.of(param).index,), overwrites=overwrites)
 
 
 def can_wait(param: torch.Tensor) -> bool:

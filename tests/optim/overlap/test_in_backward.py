@@ -171,7 +171,10 @@ def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_
         train_step(engine, 0)
         with strike_after_an_update(engine, raise_struck), pytest.raises(Struck) as caught:
             engine.backward(loss_of(engine, 1))
-        assert "Its gradients can be used no longer, so that it cannot be finished: load a" in caught.value.__notes__[0]
+        assert (
+            "Gradients or parameters that it needs are gone, so that it cannot be finished: load a"
+            in caught.value.__notes__[0]
+        )
         with pytest.raises(StateError, match="load a checkpoint"):
             loss_of(engine, 1)
         with pytest.raises(StateError, match=r"expected a finished step.*load a checkpoint"):

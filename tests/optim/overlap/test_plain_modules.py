@@ -33,10 +33,14 @@ def config_of(path, mode, **more):
 
 
 def make(path, mode, dtype=torch.bfloat16, *, clip=0.5, **more):
+    clips = {"gradient_clipping": clip} if mode in ("off", None) else {}
+    return made(config_of(path, mode, **clips), dtype, **more)
+
+
+def made(config, dtype=torch.bfloat16, **more):
     torch.manual_seed(0)
     model = Model(num_layers=LAYERS, width=129, **more).to(dtype)
-    clips = {"gradient_clipping": clip} if mode in ("off", None) else {}
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=config_of(path, mode, **clips))
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, offload=config)
     optimizer.overlap_with(model)
     return model, optimizer
 
