@@ -40,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from nvme_offload.offload.foreign import printable
 from nvme_offload.offload.units import format_bytes
 
 E = TypeVar("E", bound=Enum)
@@ -82,8 +83,8 @@ class ConfigError(ValueError):
 
 def _listed(source: str | Path, problems: Sequence[str]) -> str:
     if len(problems) == 1:
-        return f"{source}: {problems[0]}"
-    return "\n  ".join([f"{source}: {len(problems)} problems", *problems])
+        return printable(f"{source}: {problems[0]}")
+    return printable("\n  ".join([f"{source}: {len(problems)} problems", *problems]))
 
 
 class WeightsError(ValueError):

@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from nvme_offload.offload.foreign import printable
+
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
@@ -22,7 +24,7 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(printable(message), category, stacklevel=level)
 
 
 class Once:

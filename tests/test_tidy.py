@@ -31,6 +31,7 @@ FOLDERS_BOTTOM_UP = {
         {"registry"},
     ),
     "offload": (
+        {"foreign"},
         {"_torch_private", "devices", "units", "user_path", "warn"},
         {"_fsdp_passes", "errors", "progress"},
         {"host", "sync"},

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.offload.foreign import read_text
 from nvme_offload.offload.warn import warn_user
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -77,7 +78,7 @@ def parse_file(path: Path) -> Any:
         folder = "there is no such folder; make it on a drive, or name a section's file (.json, .toml)"
         raise ConfigError([what if path.exists() else folder], str(path))
     try:
-        return parse(path.read_text(encoding="utf-8-sig"))
+        return parse(read_text(path))
     except FileNotFoundError as error:
         remedy = f"there is no such section, seen from {Path.cwd()}; `offload init` writes one"
         raise FileNotFoundError(error.errno, remedy, str(path)) from None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nvme_offload.offload.activations.store import ActivationStats
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.foreign import COUNT, fits, parse_json, read_text
 from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_NEW
 from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
@@ -185,10 +186,13 @@ def bytes_moved(scalars: Mapping[str, float], way: str) -> float:
     return sum(scalars.get(f"{prefix}bytes_{way}", 0.0) for prefix in KINDS.values())
 
 
+_HEAD = {"host": str, "pid": COUNT, "started": float}
+
+
 def read_records(file: Path) -> list[dict[str, Any]]:
     """Return the records of a file that a run keeps, of a log its latest run's; ValueError if it is no such file."""
     records: list[dict[str, Any]] = []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_text(file, "replace").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break  # being written, or cut off with its run
@@ -199,12 +203,15 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 def _checked(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-        found = record["format"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file}, line {number}: not what a run notes of itself") from None
-    if found != FORMAT:
-        raise ValueError(f"{file} has format {found}, this version reads {FORMAT}: use the one that wrote it")
+        record = parse_json(line)
+    except ValueError:
+        record = None
+    found = record.get("format") if isinstance(record, dict) else None
+    if found is not None and found != FORMAT:
+        said = str(found)[:60]
+        raise ValueError(f"{file} has format {said}, this version reads {FORMAT}: use the one that wrote it")
+    if found is None or not fits(record, _HEAD):
+        raise ValueError(f"{file}, line {number}: not what a run notes of itself")
     return dict(record)
 
 

@@ -35,7 +35,8 @@ class Child:
 
     It has a process group of its own, so Ctrl-C on the terminal reaches this process alone, which then asks the
     child to leave in order. `work` is a function of a module, or a partial of one; `log` takes what it writes to
-    standard output and standard error; `environment` is what it has besides that of this process.
+    standard output and standard error; `environment` is what it has besides that of this process. Neither it nor what
+    it starts imports from the working folder, in which others may write.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Child:
                 stderr=said,
                 pass_fds=[theirs.fileno()],
                 process_group=0,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "PYTHONSAFEPATH": "1", **(environment or {})},
             )
         self.tell(work)
 

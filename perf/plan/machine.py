@@ -1,12 +1,12 @@
 """The machine that a plan is for: ranks, memory and drives."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Self
 
+from nvme_offload.offload.foreign import parse_json, read_text
 from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
@@ -44,12 +44,12 @@ class Drives:
     def of_bench(cls, file: Path, terabytes_written: float | None = None) -> Self:
         """Drives as ``offload bench`` measured them, printed with ``--json`` or saved, in all three directions."""
         try:
-            document = json.loads(file.read_text())
+            document = parse_json(read_text(file))
             verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
             rates = {rw: _rate(results[rw]) for rw in ("read", "write", "mixed")}
         except OSError as error:
             raise MachineError(f"{file}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             how = "make it with: offload bench --rw all --json > bench.json"
             what = "is no result of offload bench with read, write and mixed"
             raise MachineError(f"{file} {what} ({error!r}); {how}") from None

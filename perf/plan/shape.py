@@ -1,5 +1,6 @@
 """The shape of a model: how many parameters are gathered together, and what its activations depend on."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +9,12 @@ from typing import Any, Self
 import torch
 
 from nvme_offload.offload.activations.blocks import find_blocks
+from nvme_offload.offload.foreign import parse_json, printable, read_text
 from nvme_offload.optim.layout.blocks import find_ends
 from nvme_offload.perf.measure.loading import nothing_to_collect
+
+_NUMBERED = re.compile(r"layer|expert|depth|block", re.IGNORECASE)  # keys that say how many modules are made
+_MOST_MODULES = 10_000
 
 
 class ShapeError(ValueError):
@@ -85,8 +90,7 @@ class ModelShape:
         The model is built without data (on the meta device).
         """
         file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ShapeError(f"{file}: there is no such file; give a config.json, its folder, or --params and --layers")
+        _check_config(file)
         try:
             with nothing_to_collect():
                 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,11 +99,15 @@ class ModelShape:
             raise ShapeError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
         try:
             with nothing_to_collect(), torch.device("meta"):  # most of transformers is loaded here
-                config = AutoConfig.from_pretrained(str(file))
-                model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ShapeError(f"{file}: transformers cannot build a causal language model from it: {error}") from error
-        return cls.of_module(model, name=config.name_or_path or type(model).__name__, config=config.get_text_config())
+                config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            name = config.name_or_path or type(model).__name__
+            return cls.of_module(model, name=name, config=config.get_text_config())
+        except ShapeError:
+            raise
+        except Exception as error:  # whatever its classes raise of what they did not expect
+            said = printable(str(error) or type(error).__name__)
+            raise ShapeError(f"{file}: transformers cannot build a causal language model from it: {said}") from error
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> Self:
@@ -128,6 +136,25 @@ class ModelShape:
             intermediate_size=4 * hidden_size,
             vocab_size=0,
         )
+
+
+def _check_config(file: Path) -> None:
+    """Raise ShapeError for what is no model's configuration, before a library is loaded that would work on it."""
+    try:
+        said = parse_json(read_text(file))
+    except FileNotFoundError:
+        remedy = "give a config.json, its folder, or --params and --layers"
+        raise ShapeError(f"{file}: there is no such file; {remedy}") from None
+    except OSError as error:
+        raise ShapeError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ShapeError(f"{file}: this is no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ShapeError(f"{file}: this is no config.json of a model")
+    for section in (said, *(part for part in said.values() if isinstance(part, dict))):
+        for name, value in section.items():
+            if _NUMBERED.search(name) and type(value) in (int, float) and not 0 <= value <= _MOST_MODULES:
+                raise ShapeError(f"{file}: {name} is {value!r}; a number from 0 to {_MOST_MODULES} can be built")
 
 
 def _sizes(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:

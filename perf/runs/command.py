@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
 from nvme_offload.offload.errors import OffloadError, StateError
+from nvme_offload.offload.foreign import read_text
 from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
@@ -52,13 +53,15 @@ def list_runs(paths: Paths, as_json: Json = False) -> None:
 
     A PATH may also be a file that --json printed on another host: a run on several hosts is one line then.
     """
-    listings = [path for path in paths if path.is_file()]
+    listings = [path for path in paths if path.exists() and not path.is_dir()]
     found = _found([path for path in paths if path not in listings])
-    try:
-        found = joined([*found, *(run for listing in listings for run in parse_runs(listing.read_text()))])
-    except ValueError as error:
-        names = ", ".join(map(str, listings))
-        raise typer.BadParameter(f"{names} are not all of `offload runs --json`: {error}", param_hint="PATH") from error
+    for listing in listings:
+        try:
+            found += parse_runs(read_text(listing))
+        except (OSError, ValueError) as error:
+            said = f"{listing} is not of `offload runs --json`: {error}"
+            raise typer.BadParameter(said, param_hint="PATH") from error
+    found = joined(found)
     if as_json:
         typer.echo(format_runs(found))
     else:

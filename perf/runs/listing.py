@@ -8,6 +8,25 @@ from typing import Any
 
 from nvme_offload.offload.durable.inventory import CopiesFound, RankFound, RunFound
 from nvme_offload.offload.durable.owner import Owner
+from nvme_offload.offload.foreign import COUNT, EACH, RANK, fits, parse_json
+
+_NAMES = [str]
+_OWNER = {"pid": COUNT, "began": str, "host": str}
+_COPIES = {"read_from": _NAMES, "others": _NAMES, "num_paths": COUNT}
+_RANK: dict[str, Any] = {
+    "rank": RANK,
+    "folders": _NAMES,
+    "copies": list,
+    "steps": {EACH: COUNT},
+    **dict.fromkeys(("snapshots", "prepared", "unreadable"), _NAMES),
+    "committed_at": (float, type(None)),
+    "model": str,
+    "size_bytes": COUNT,
+    "owner": (_OWNER, type(None)),
+    "problem": str,
+}
+_RUN = {"name": str, "ranks": [_RANK], "num_ranks": RANK, "hosts": {EACH: str}}
+"""A run is written so."""
 
 
 def format_runs(found: Sequence[RunFound]) -> str:
@@ -19,18 +38,19 @@ def format_runs(found: Sequence[RunFound]) -> str:
 
 def parse_runs(text: str) -> list[RunFound]:
     """Return the runs of a list that `format_runs` made; ValueError where it is none."""
-    try:
-        return [
-            RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"])
-            for run in json.loads(text)
-        ]
-    except (LookupError, TypeError) as error:
-        raise ValueError(repr(error)) from error
+    runs = parse_json(text)
+    runs = parse_json(text)
+    if not fits(runs, [_RUN]) or not all(run["ranks"] for run in runs):
+        raise ValueError("it has other names or values than a list of runs has")
+    return [RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"]) for run in runs]
 
 
 def _rank_of(said: dict[str, Any]) -> RankFound:
-    owner = Owner(**said["owner"]) if said["owner"] else None
-    return RankFound(**{**said, "copies": CopiesFound(*said["copies"]), "owner": owner})
+    copies = dict(zip(_COPIES, said["copies"], strict=False))
+    if not (fits(copies, _COPIES) and copies["read_from"]):
+        raise ValueError(f"its copies are {said['copies']}")
+    owner = Owner(**{name: said["owner"][name] for name in _OWNER}) if said["owner"] else None
+    return RankFound(**{**{name: said[name] for name in _RANK}, "copies": CopiesFound(**copies), "owner": owner})
 
 
 def joined(found: Sequence[RunFound]) -> list[RunFound]:

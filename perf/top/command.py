@@ -25,6 +25,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from nvme_offload.offload.foreign import COUNT, EACH, fits, printable
 from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
@@ -47,6 +48,22 @@ _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "u
 NOTHING_YET = "a run has begun here and has not ended a step yet"
 State = Literal["live", "ended", "gone", "unknown"]
 
+_NONE = type(None)
+_SHAPE: Mapping[str, Any] = {
+    **dict.fromkeys(("host", "optimizer", "engine"), str),
+    **dict.fromkeys(("pid", "rank", "world_size"), COUNT),
+    **dict.fromkeys(("started", "time", "peak_rate"), float),
+    "queue_depth": range(1, COUNT.stop),
+    "ended": bool,
+    "limit": (str, _NONE),
+    "tiers": {EACH: dict.fromkeys(TIERS, COUNT)},
+    "planned": ({EACH: {EACH: float}}, _NONE),
+    "since": (dict.fromkeys(("seconds", "drive_busy_seconds", "bytes_read", "bytes_written"), float), _NONE),
+    "scalars": {"steps": COUNT, "achieved_depth": float, EACH: (float, _NONE)},
+}
+"""The fields of a record that are shown, and what each must be."""
+_LATEST = 1e11  # in seconds since the epoch; no calendar goes further
+
 
 def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
@@ -60,7 +77,7 @@ def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableT
     if lines is None or lines >= WHOLE_LINES:
         parts.insert(0, _tiers(record["tiers"]))
     title = "{optimizer}, rank {rank} of {world_size}, pid {pid} on {host}".format(**record)
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=_state(run, now), subtitle_align="left")
+    return Panel(Group(*parts), title=Text(title), title_align="left", subtitle=_state(run, now), subtitle_align="left")
 
 
 def _state(run: RunOnShow, now: float) -> Text:
@@ -96,7 +113,7 @@ def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
     The tier plan takes the micro-batches of a step as `engine.accumulate` does, and counts nothing as found in a
     staging buffer.
     """
-    scalars, planned, rows = record["scalars"], record.get("planned", {}), list[list[str]]()
+    scalars, planned, rows = record["scalars"], record.get("planned") or {}, list[list[str]]()
     for kind, prefix in KINDS.items():
         moved = [scalars.get(f"{prefix}bytes_{way}", 0) / max(1, scalars["steps"]) for way in ("read", "written")]
         moved += [planned[kind].get(way, 0) for way in ("read", "written") if kind in planned]  # else no cell
@@ -127,14 +144,14 @@ def _now(record: Mapping[str, Any]) -> Table:
 
 
 def _iteration(scalars: Mapping[str, float | None], limit: str | None) -> RenderableType:
-    seconds, share = scalars["iteration_seconds"], scalars["iteration_share_of_ideal"]
+    seconds, share = scalars.get("iteration_seconds"), scalars.get("iteration_share_of_ideal")
     if seconds is None or share is None:
         return Text("no iteration yet")
     table = _grid()
     table.add_row("iteration", _seconds(seconds), f"limited by {limit}")
     table.add_row("share of the ideal", f"{share:.0%}", _bar(share))
     for words, name in PARTS.items():
-        part = scalars[name] or 0.0
+        part = scalars.get(name) or 0.0
         table.add_row(f"  {words}", _seconds(part), _bar(part / seconds if seconds else 0.0))
     return table
 
@@ -171,15 +188,17 @@ def top(
     On a terminal it is live until the run ends or you type q; before the first step it waits. Without a terminal it
     looks once. Nothing of the run is touched.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     is_live = console.is_terminal and not once and not as_json
+    found, problems = list[RunOnShow](), list[str]()
     try:
-        found = runs_of(run)
-    except NoRunError as error:
-        if not (is_live and error.has_begun):
+        found, problems = runs_of(run)
+    except (NoRunError, OSError) as error:
+        if not (is_live and isinstance(error, NoRunError) and error.has_begun):
             typer.echo(f"offload: {error}", err=True)
             raise typer.Exit(2) from None
-        found = []
+    for problem in problems:
+        typer.echo(f"offload: left out: {problem}", err=True)
     if as_json:
         for each in found:
             typer.echo(json.dumps(each.record))
@@ -227,8 +246,8 @@ def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console)
             if keyboard.typed(interval) == "q":
                 break
             found = dict[Any, RunOnShow]()
-            with suppress(NoRunError):
-                found = {run.key: run for run in runs_of(path)}
+            with suppress(NoRunError, OSError):
+                found = {run.key: run for run in runs_of(path)[0]}
             runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
             live.update(_page(runs, console.height), refresh=True)
 
@@ -292,8 +311,11 @@ class RunOnShow:
         return self.state in ("ended", "gone")
 
 
-def runs_of(path: Path) -> list[RunOnShow]:
-    """The runs at a path: a log, a run directory, or a folder with run directories or logs of ranks in it."""
+def runs_of(path: Path) -> tuple[list[RunOnShow], list[str]]:
+    """The runs at a path: a log, a run directory, or a folder with run directories or logs of ranks in it.
+
+    Also says what else is there and cannot be read. NoRunError: there is no run.
+    """
     if path.is_dir():
         own = path / RECORD_NAME
         files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}")) or sorted(path.glob("*.jsonl"))
@@ -306,16 +328,25 @@ def runs_of(path: Path) -> list[RunOnShow]:
     else:
         last = "the record of a run goes with its run directory; the file of run_log in its section stays"
         raise NoRunError(f"{path} is not there: {last}")
-    runs = [RunOnShow(records[-1]) for file in files if (records := _read(file))]
+    runs, problems = list[RunOnShow](), list[str]()
+    for file in files:
+        try:
+            runs += [RunOnShow(_checked(file, record)) for record in read_records(file)[-1:]]
+        except FileNotFoundError:
+            pass  # it ended at this moment
+        except OSError as error:
+            problems.append(printable(f"{file}: {error.strerror}"))
+        except ValueError as error:
+            problems.append(printable(str(error)))
     if not runs:
-        raise NoRunError(f"{path}: {NOTHING_YET}", has_begun=True)
-    return runs
+        raise NoRunError(problems[0] if problems else f"{path}: {NOTHING_YET}", has_begun=not problems)
+    return runs, problems
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    try:
-        return read_records(file)
-    except FileNotFoundError:
-        return []  # it ended at this moment
-    except (OSError, ValueError) as error:
-        raise NoRunError(str(error)) from None
+def _checked(file: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that can be shown; ValueError names the fields that cannot."""
+    wrong = [name for name, shape in _SHAPE.items() if not fits(record.get(name), shape)]
+    wrong = wrong or [name for name in ("started", "time") if not 0 <= record[name] < _LATEST]
+    if wrong:
+        raise ValueError(f"{file}: not what a run notes of itself, by its {', '.join(wrong)}")
+    return record

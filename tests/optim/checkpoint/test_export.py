@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,22 @@ def test_home_is_known_wherever_a_path_is_given(alone, tmp_path, monkeypatch):
     with initialize(model, {}, weights="~/weights") as other:
         assert torch.equal(dict(other.weights())["bias"], load_file(file)["bias"])
     assert names_in(tmp_path) == ["more", "offload.json", "saved", "trace.json", "weights"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_what_is_saved_is_up_to_the_umask_and_swap_files_are_the_owners(mask, tmp_path):
+    nvme, saved = tmp_path / "nvme", tmp_path / "saved"
+    before = os.umask(mask)
+    try:
+        nvme.mkdir()
+        saved.mkdir()
+        with fresh_engine("bf16", nvme, run_log=str(saved / "log.jsonl")) as engine:
+            steps_of(engine, 0, range(1))
+            engine.save_checkpoint(saved / "checkpoint")
+            engine.export_safetensors(saved / "export")
+            swap = {stat.S_IMODE(each.lstat().st_mode) for each in nvme.rglob("*")}
+    finally:
+        os.umask(before)
+    made = [saved, *saved.rglob("*")]
+    assert swap == {0o700, 0o600}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in made} == {0o777 & ~mask, 0o666 & ~mask}

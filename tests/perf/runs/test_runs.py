@@ -104,7 +104,7 @@ def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
         assert (run[2], run[5], said) == ("0", "0..4 of 5", ["no directory of ranks 2 is here"])
     listings[0].write_text("[{}]")
     code, output = offload_runs(*listings)
-    assert (code, "are not all" in output) == (2, True), output
+    assert (code, "is not of `offload runs --json`" in output) == (2, True), output
 
 
 def test_a_path_that_was_not_looked_at(small, paths):

@@ -190,7 +190,7 @@ def test_every_figure_is_the_records(log):
         "waiting for the drive 750.0 ms",
     ):
         assert words in text, text
-    assert runs_of(log)[0].state == "unknown"
+    assert runs_of(log)[0][0].state == "unknown"
     assert RunOnShow(RECORD | {"ended": True}).is_over
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_was_killed_is_not_called_live(tmp_path):
     record = RECORD | {"host": socket.gethostname(), "pid": dead.pid}
     (tmp_path / "nvme-offload-7-0" / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     assert "gone, last heard of 2001-09-09" in shown(offload(tmp_path).output)
-    assert runs_of(tmp_path)[0].is_over
+    assert runs_of(tmp_path)[0][0].is_over
 
 
 def test_a_place_without_a_run_is_said(tmp_path):

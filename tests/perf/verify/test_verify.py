@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
+from nvme_offload.perf.measure.child import Child, ChildFailedError
 from nvme_offload.perf.verify import run
 from nvme_offload.perf.verify.command import summary, where
 from nvme_offload.perf.verify.outcome import Site, differing, exit_status
@@ -144,3 +145,13 @@ def test_bits_are_compared():
     assert differing(zero, zero.bfloat16()) == 2
     assert differing({"a": 1, "b": 2}, {"a": 1}) == 1
     assert differing([1, 2], [1]) == 1
+
+
+def test_a_child_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    """Its first imports are of these modules; `print` is all its work."""
+    for name in ("multiprocessing", "traceback", "nvme_offload"):
+        (tmp_path / f"{name}.py").write_text("print('the code of a stranger runs')\nraise ImportError")
+    monkeypatch.chdir(tmp_path)
+    with Child(print, tmp_path / "log") as child, pytest.raises(ChildFailedError, match="ended with code 0"):
+        child.expect("anything", within=60)
+    assert "stranger" not in (tmp_path / "log").read_text()
