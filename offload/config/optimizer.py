@@ -81,7 +81,9 @@ class Hyperparameters(Section):
     """The three coefficients of the Newton-Schulz iterations."""
     ns_steps: Annotated[int, Field(ge=0, le=99)] | None = key(None, "a whole number, 0..99", "same", shown=_OF_TYPE)
     """Number of Newton-Schulz iterations, 0..99."""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(None, "one of these", "same", shown=_OF_TYPE)
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = key(
+        None, "one of these", "same", shown=_OF_TYPE
+    )
     """The way in which the learning rate follows the shape of a matrix."""
 
 

@@ -30,7 +30,8 @@ class OffloadMuon(OffloadOptimizer):
         ns_coefficients: coefficients of the Newton-Schulz iterations.
         eps: smallest norm that a matrix is divided by.
         ns_steps: number of iterations.
-        adjust_lr_fn: how the learning rate follows the shape of a matrix: None or "original", or "match_rms_adamw".
+        adjust_lr_fn: how the learning rate follows the shape of a matrix: None or "original",
+            "match_rms_adamw", or "spectral_unclamped".
         rule: rule of groups that do not name one: "Muon" or "AdamW".
         betas: decay of the two moments in groups with AdamW, each in [0, 1).
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
@@ -74,7 +75,7 @@ class OffloadMuon(OffloadOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         self._of_groups = {"rule": rule, "betas": betas}
-        super().__init__(_grouped(list(params)), defaults, offload, norm_group)
+        super().__init__(_grouped(params), defaults, offload, norm_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see `OffloadOptimizer`. A group of matrices has the keys of torch's Muon, unless it has more.
@@ -87,8 +88,11 @@ class OffloadMuon(OffloadOptimizer):
         super().add_param_group({**ours, **param_group})
 
 
-def _grouped(params: list[Any]) -> list[Any]:
+def _grouped(given: Params) -> Params:
     """Return plain parameters as a group of matrices and one of all else; anything but plain parameters as it is."""
+    if isinstance(given, set):
+        return given  # it has no order: torch says so
+    params: list[Any] = list(given)
     if not all(isinstance(param, torch.Tensor) for param in params):
         return params
     others = [param for param in params if param.ndim != 2]

@@ -14,7 +14,7 @@ RULES = ("Muon", "AdamW")
 """``rule`` of a parameter group may say one of these."""
 BESIDE_MATRICES = {"rule": "AdamW", "eps": 1e-8}
 """Options of a parameter group of what Muon is not for."""
-ADJUSTMENTS = (None, "original", "match_rms_adamw")
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 
 class MuonScalars(NamedTuple):
@@ -35,7 +35,8 @@ class MuonScalars(NamedTuple):
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return self.lr * (0.2 * math.sqrt(max(rows, columns)))
-        return self.lr * math.sqrt(max(1, rows / columns))
+        ratio = rows / columns  # "original" never lowers the rate; torch has the unclamped form since 2.14
+        return self.lr * math.sqrt(ratio if self.adjust_lr_fn == "spectral_unclamped" else max(1, ratio))
 
 
 @dataclass(frozen=True)

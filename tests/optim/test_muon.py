@@ -46,6 +46,18 @@ def test_one_rank_has_torchs_bits(changes, dtype, drive):
     assert list(drive.iterdir()) == []
 
 
+def test_the_unclamped_rate_of_a_matrix_is_the_root_of_its_rows_over_its_columns():
+    """torch has this rate since 2.14; a step of it is that of "original" with the rate of each shape."""
+    for rows, columns in SHAPES:
+        runs = [params_of([(rows, columns)], torch.float32) for _ in range(2)]
+        rates = (1e-2, 1e-2 * (rows / columns) ** 0.5 / max(1, rows / columns) ** 0.5)
+        for params, lr, kind in zip(runs, rates, ("spectral_unclamped", "original"), strict=True):
+            set_grads(params, 0)
+            with OffloadMuon(params, lr=lr, weight_decay=0, adjust_lr_fn=kind, offload=section()) as optimizer:
+                optimizer.step()
+        torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-6, atol=1e-7)
+
+
 def test_nvme_and_memory_agree_with_clipping_and_changes_behind_our_back(drive):
     runs = [params_of(SHAPES, torch.bfloat16, torch.float16) for _ in range(2)]
     with (

@@ -134,30 +134,36 @@ WAYS = (trains, is_saved_and_loaded, loads_torchs_state, loads_an_older_state, h
         follows_a_schedule, calls_hooks, does_nothing_without_gradients)  # fmt: skip
 
 
+VERSION = ".".join(torch.__version__.split(".")[:2])
+FAILS_IN_TORCH = {("2.11", "Adagrad", gets_a_group_later)}
+"""Its Adagrad has no state for parameters that come later."""
+
+
 def cases(name):
     """Every input in every way, and once with each of torch's implementations."""
     for each in infos()[name].optim_inputs_func("cpu"):
         for way in WAYS:
-            yield way, each.kwargs
+            if (VERSION, name, way) not in FAILS_IN_TORCH:
+                yield way, each.kwargs
         for switch in infos()[name].supported_impls:
             yield trains, {**each.kwargs, switch: True}
 
 
-EXPECTED = {
-    "Adagrad": {"passed": 84, "refused": 7},
-    "Adam": {"passed": 52, "refused": 16, "accepted": 4},
-    "AdamW": {"passed": 52, "refused": 16, "accepted": 4},
-    "Muon": {"passed": 72},
-    "SGD": {"passed": 106, "refused": 9},
+REFUSED_CASES = {"Adagrad": 7, "Adam": 16, "AdamW": 16, "Muon": 0, "SGD": 9}
+ACCEPTED_CASES = {"Adagrad": 0, "Adam": 4, "AdamW": 4, "Muon": 0, "SGD": 0}
+PASSED_CASES = {
+    "2.11": {"Adagrad": 77, "Adam": 52, "AdamW": 52, "Muon": 72, "SGD": 106},
+    "2.13": {"Adagrad": 84, "Adam": 52, "AdamW": 52, "Muon": 72, "SGD": 106},
+    "2.14": {"Adagrad": 84, "Adam": 52, "AdamW": 52, "Muon": 90, "SGD": 106},
+    "2.15": {"Adagrad": 85, "Adam": 53, "AdamW": 53, "Muon": 91, "SGD": 107},
 }
-"""As docs/clients.md has them, of torch 2.13."""
+"""As docs/clients.md has them, of each version of torch."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the numbers are of torch 2.13")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", REFUSED_CASES)
 def test_cases_of_torch_pass_but_for_what_is_refused_by_name(name):
-    counted = Counter()
+    counted = Counter(refused=0, accepted=0)
     for way, kwargs in cases(name):
         if refused := [key for key in REFUSED if kwargs.get(key)]:
             with pytest.raises(TypeError, match=f"{refused[0]} = True is not supported"):
@@ -168,11 +174,14 @@ def test_cases_of_torch_pass_but_for_what_is_refused_by_name(name):
     for each in infos()[name].optim_error_inputs_func("cpu", torch.float32):
         given, accepts = each.optimizer_error_input, any(key in each.error_regex for key in ACCEPTED)
         params = [torch.nn.Parameter(torch.randn(2, 2))] if given.params is None else given.params
-        with warnings.catch_warnings(action="error", category=UserWarning):
+        with warnings.catch_warnings():
+            for kind in (UserWarning, FutureWarning):  # torch warns of what it will refuse
+                warnings.simplefilter("error", kind)
             if accepts:
                 getattr(nvme_offload, f"Offload{name}")(params, offload=section(), **given.kwargs).close()
             else:
                 with pytest.raises((each.error_type, ValueError)):
                     getattr(nvme_offload, f"Offload{name}")(params, offload=section(), **given.kwargs)
         counted["accepted" if accepts else "passed"] += 1
-    assert (counted, infos().keys()) == (EXPECTED[name], EXPECTED.keys())
+    expected = {"passed": PASSED_CASES[VERSION][name], "refused": REFUSED_CASES[name], "accepted": ACCEPTED_CASES[name]}
+    assert (counted, infos().keys()) == (expected, REFUSED_CASES.keys())

@@ -40,8 +40,16 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(open_swapper, tmp_path, 
 
 def test_a_failed_first_swap_out_leaves_nothing_and_says_why(open_swapper):
     swapper = open_swapper(faults=FaultSpec(seed=1, eio=1.0))
+    reserve, called = swapper.tier.reserve, threading.Event()
+
+    def later(sizes):
+        called.wait(PATIENCE)  # not before the swap_in behind it was called
+        return reserve(sizes)
+
+    swapper.tier.reserve = later
     transfer = swapper.swap_out("weights", random_bits((100_000,)))
     queued = swapper.swap_in("weights")
+    called.set()
     for failed in (transfer, queued, transfer):
         with pytest.raises(
             SwapIOError, match=r"write of \d+ bytes at offset \d+ of .*tensor 'weights', bytes"
