@@ -94,8 +94,8 @@ class SplitTensor(MemorylessTensor):
     It holds no data of its own. Every operator joins the parts first; an operator that works in place splits the result
     back; views stay views. So state dicts are fp32 and conventional, and ``copy_``, ``load_state_dict`` and stock
     optimizers do what they say. Clones and factories (``zeros_like``) give plain tensors, as do serialization and
-    DLPack. FSDP2 gathers what is stored for it alone, through its all-gather extension. A frozen parameter that is
-    never cast, as of a quantized base, declares its own dtype in place of fp32.
+    DLPack. FSDP2 gathers what is stored for it alone, through its all-gather extension. A frozen parameter that is kept
+    as it came, as of a quantized base, declares its own dtype in place of fp32, also after it was unfrozen.
 
     Reading one costs a pass over its parts, which may have to come from a drive: the training step never does it.
     """
@@ -124,7 +124,7 @@ class SplitTensor(MemorylessTensor):
 
     def joined(self) -> torch.Tensor:
         """Return an ordinary fp32 tensor of the same value; of a view, with the memory of all it is a view of."""
-        return self._source.joined()
+        return self._source.joined().to(self.dtype)
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"SplitTensor(shape={tuple(self.shape)}, gathered from {self.device})"
@@ -164,7 +164,7 @@ class SplitTensor(MemorylessTensor):
         """Return what FSDP2 computes with: what was gathered as it is, in the buffer in which it arrived."""
         (gathered,) = all_gather_outputs
         self.parts.end_gather()
-        if self.dtype is not torch.float32:  # it came as bytes
+        if gathered.dtype is torch.uint8:  # it came as bytes
             gathered = gathered.view(self.dtype)
         return None if out is not None else (gathered, ())
 
@@ -202,7 +202,7 @@ def _run_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return leaf
         key = id(leaf.parts)
         if key not in bases:
-            bases[key] = leaf.parts.read()
+            bases[key] = leaf.parts.read().to(leaf.dtype)
         if id(leaf) not in joined:
             joined[id(leaf)] = leaf._source.through(bases[key])
         return joined[id(leaf)]

@@ -157,7 +157,7 @@ class TieredShard:
                 torch.empty(shape, device="meta"),
                 self.form.dtype,
                 name=self.block.name,
-                remedy="read the parameter itself, which is an fp32 tensor that fetches its data",
+                remedy="read the parameter itself, which is a tensor that fetches its data",
                 device=self.device,
             )
         return self._declared

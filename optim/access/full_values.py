@@ -13,7 +13,7 @@ from nvme_offload.optim.ranks.collective import on_every_rank, reachable
 from nvme_offload.optim.state.body import StateBody, body_of
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.table import ParamRecord, step_entry
-from nvme_offload.optim.tiers.parts import drop_gathered, split_shard
+from nvme_offload.optim.tiers.parts import OnePart, drop_gathered, parts_of, split_shard
 
 T = TypeVar("T")
 
@@ -23,13 +23,16 @@ def get_full_param(param: torch.Tensor) -> torch.Tensor:
     """Return the whole fp32 value of a parameter of an `OffloadOptimizer`, its master weights. Every rank must call it.
 
     Returns:
-        A copy, fp32, on the CPU, in the parameter's global shape, the same on every rank.
+        A copy, fp32, on the CPU, in the parameter's global shape, the same on every rank. A frozen 16-bit parameter has
+        no master weights: the copy has its dtype, and its bits.
 
     Raises:
         ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
     body, record = _owner(param, "get_full_param")
+    if isinstance(parts_of(param), OnePart):
+        return _gathered(param, param.dtype)
     if "master" in record.entry_names:
         return _gathered_entry(param, body, record.index, "master")
     return _gathered(param)
@@ -41,7 +44,8 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
     Args:
         param: of an `OffloadOptimizer`.
-        value: in the parameter's global shape, the same on every rank; taken as fp32.
+        value: in the parameter's global shape, the same on every rank; taken as fp32. A frozen 16-bit parameter takes
+            the bits of a value in its dtype, and rounds any other.
 
     Raises:
         ValueError: it is no such parameter, or the value has another shape. Nothing was changed.
@@ -173,7 +177,7 @@ def _on_ranks_of(param: torch.Tensor, read: Callable[[], T]) -> T:
     return on_every_rank(read, *groups) if groups else read()
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     whole = tensor.detach()
     whole = reachable(whole).full_tensor() if isinstance(whole, DTensor) else whole
-    return whole.cpu().float().clone()
+    return whole.cpu().to(dtype).clone()

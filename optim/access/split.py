@@ -10,11 +10,13 @@ from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_ent
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of
+from nvme_offload.optim.tiers.parts import ShardParts, parts_of
 
 
 class StateParts(ShardParts):
     """The rest is in the optimizer's state, on whatever tier that is; of an fp32 parameter there is none."""
+
+    is_in_state = True
 
     def __init__(self, body: StateBody, index: int, before: ShardParts) -> None:
         super().__init__(before.owner, before.group, before.stored, before.accumulate)
@@ -67,7 +69,7 @@ class StateParts(ShardParts):
 def check_not_elsewhere(body: StateBody, leaf: torch.Tensor, name: str) -> None:
     """Raise ValueError if another optimizer has or had half of a split parameter: each would undo the other's work."""
     parts = parts_of(leaf)
-    if isinstance(parts, OwnParts) and isinstance(parts.stored, TieredShard):  # frozen, and on its way at most
+    if parts is not None and not parts.is_in_state and isinstance(parts.stored, TieredShard):  # frozen
         raise ValueError(
             f"{name} is on the parameter tier of another optimizer, which goes when that is closed: load a "
             "checkpoint, or model.state_dict(), into a new model"

@@ -25,6 +25,7 @@ from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.parts import (
+    OnePart,
     OwnParts,
     ShardParts,
     StorageOf,
@@ -93,9 +94,11 @@ class Birth:
                     give_shard(record, padded.view(-1)[: shard.numel()].view(shard.shape), padded)
                     continue
                 stored = self._unborn(Padded(padded_size, storage.dtype), record.device)
-                parts: ShardParts = OwnParts(shard, stored, owner, group, storage.accumulate, kernels)
+                parts: ShardParts = OnePart(shard, stored, owner, group, storage.accumulate)
                 if record.sharded_param.requires_grad:
                     parts = UnbornParts(owner, group, stored, storage.accumulate)
+                elif shard.dtype is torch.float32:
+                    parts = OwnParts(shard, stored, owner, group, storage.accumulate, kernels)
                 install_parts(record, SplitTensor(parts, shard), give_shard)
 
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
@@ -165,7 +168,7 @@ class Birth:
 def _fill(param: torch.Tensor, values: Elements, write: Write) -> None:
     """Give a sharded parameter this rank's values, wherever it keeps them."""
     local, parts = local_tensor(param).detach(), parts_of(param)
-    if parts is None or parts.stored.form.dtype is torch.float32:  # all of it is in one place
+    if parts is None or isinstance(parts, OnePart) or parts.stored.form.dtype is torch.float32:  # all in one place
         with parts.stored.held(change=True) if parts is not None else nullcontext(local.view(-1)) as flat:
             for start in range(0, local.numel(), _PIECE_NUMEL):
                 stop = min(start + _PIECE_NUMEL, local.numel())

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
-from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS
+from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
 from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
@@ -39,7 +39,7 @@ def export_safetensors(
     def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return on_every_rank(partial(_cast, name, tensors[name], wanted), group)
 
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    shapes = _shapes_of(tensors)
     return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group, writes)
 
 
@@ -48,8 +48,7 @@ def weights_of(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return name and whole value of each parameter and buffer, one at a time; see `export_safetensors`."""
     tensors = dict(weight_items(model))
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    dtypes = dtypes_in_files(dtype, own, shapes)
+    dtypes = dtypes_in_files(dtype, own, _shapes_of(tensors))
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -60,10 +59,19 @@ def weights_of(
     return values()
 
 
+def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each tensor; of a parameter that was unfrozen fp32, which its master is."""
+    found = ((name, tensor, parts_of(tensor)) for name, tensor in tensors.items())
+    return {
+        name: (tensor.shape, torch.float32 if parts is not None and parts.is_in_state else tensor.dtype)
+        for name, tensor, parts in found
+    }
+
+
 def dtypes_in_files(
     dtype: str, own: Mapping[str, torch.dtype], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in the files: no integer is cast, and no parameter that the training never casts.
+    """Return the dtype of each tensor in the files: no integer is cast, and no parameter that is kept as it came.
 
     Where a training in 16 bits keeps some modules in fp32, these are fp32 in files of 16 bits, too: so what is served
     computes what was trained. With ``own`` parameters are as the forward has them, buffers as they are.
@@ -73,7 +81,7 @@ def dtypes_in_files(
     keeps_fp32 = dtype == OWN or (DTYPES[dtype] in SIXTEEN_BITS and not set(own.values()).isdisjoint(SIXTEEN_BITS))
 
     def in_file(name: str, kind: torch.dtype) -> torch.dtype:
-        if not kind.is_floating_point or (name in own and kind not in NAMES):  # fp8 of a quantized base has its scales
+        if not kind.is_floating_point or (name in own and kind is not torch.float32):  # a base may be codes
             return kind
         if keeps_fp32 and own.get(name) is torch.float32:
             return torch.float32
@@ -117,10 +125,12 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if split is not None:
         assert isinstance(value, DTensor)
         parts = parts_of(value)
-        if parts is not None and dtype is parts.stored.form.dtype is not torch.float16:  # which may have overflowed
+        assert parts is not None
+        is_rounded = value.dtype is torch.float32 or parts.is_in_state  # in fp16 it may have overflowed
+        if dtype is parts.stored.form.dtype and not (is_rounded and dtype is torch.float16):
             with parts.between_steps(), parts.held(change=False) as flat:
                 return sharded_like(flat[: split.numel()].view(split.shape).clone(), value)
-        source = sharded_like(split.plain(), value)
+        source = sharded_like(parts.read(), value)
     return checked_cast(name, source, dtype)
 
 

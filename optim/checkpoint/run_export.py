@@ -37,7 +37,7 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
         CheckpointWriteError: the files could not be written.
     """
     params, buffers = _params_of(step), _buffers_of(step)
-    tensors = {name: (param.part.whole, param.dtype) for name, param in params.items()}
+    tensors = {name: (param.part.whole, torch.float32) for name, param in params.items()}
     tensors |= {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
     dtypes = dtypes_in_files(dtype, {name: param.dtype for name, param in params.items()}, tensors)
     weights = _Weights(step, COMPUTED if torch.bfloat16 in dtypes.values() else "master")

@@ -12,6 +12,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
+def stays_as_it_came(param: torch.Tensor) -> bool:
+    """Return whether a parameter is kept in its own dtype for good: all but fp32, and what is trained in 16 bits."""
+    return param.dtype not in NAMES or (param.dtype in SIXTEEN_BITS and not param.requires_grad)
+
+
 @dataclass(frozen=True)
 class ParameterPrecision:
     """One parameter: in which dtype it is kept, used and trained."""
@@ -29,7 +34,10 @@ class ParameterPrecision:
     in_parts: bool = False
     """Whether the shard is in parts, each of which may be on a tier (`optim.tiers.parts`)."""
     kept_as: torch.dtype | None = None
-    """Dtype of a parameter that is none of `DTYPES`, as of a quantized base: it is kept and gathered as it came."""
+    """Dtype of a frozen parameter that is kept, saved and exported as it came: it may be codes of a quantized base.
+
+    All but fp32 are. In 16 bits it is cast when it is gathered, if the forward computes in another dtype.
+    """
 
     @property
     def storage(self) -> torch.dtype:
@@ -39,11 +47,11 @@ class ParameterPrecision:
     @property
     def gathered(self) -> torch.dtype:
         """Return the dtype of the gathered parameter: `gather`, but for one that is never cast."""
-        return self.kept_as or self.gather
+        return self.gather if self.kept_as is None or self.kept_as in SIXTEEN_BITS else self.kept_as
 
     @property
     def own(self) -> torch.dtype:
-        """Return the dtype that forward has it in; under autocast, which casts for each operator, that of storage."""
+        """Return the dtype of its export: as forward has it, or as it is kept; under autocast that of storage."""
         return self.kept_as or self.compute or self.storage
 
     @property

@@ -14,7 +14,13 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.layout.names import params_matching
-from nvme_offload.optim.precision.parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision
+from nvme_offload.optim.precision.parameter import (
+    DTYPES,
+    NAMES,
+    SIXTEEN_BITS,
+    ParameterPrecision,
+    stays_as_it_came,
+)
 from nvme_offload.optim.precision.text import PlanRow, as_text, name_of, name_pattern
 from nvme_offload.optim.precision.watch import Lowered, Watch
 from nvme_offload.optim.rules.registry import rule_of
@@ -92,7 +98,7 @@ class PrecisionPlan:
                 safe=param in safe,
                 beside_fp32=param in beside,
                 on_device=on_device,
-                kept_as=None if param.dtype in NAMES else param.dtype,
+                kept_as=param.dtype if stays_as_it_came(param) else None,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
                 raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
@@ -156,11 +162,12 @@ def precision_of(
 
     A parameter that is `kept` stays fp32 in a 16-bit model; one that is `safe` is cast by autocast wherever it is used.
     `beside_fp32`: its module also has parameters that stay fp32, and FSDP2 reduces a module's own parameters together.
-    `kept_as` is its dtype, where that is none of `DTYPES`.
+    `kept_as` is its dtype, if it `stays_as_it_came`: autocast would cast to its own dtype what is in that already.
     """
     reduce, accumulate = config.communication_data_type, config.gradient_accumulation_dtype
     if config.autocast_dtype:
-        gather, compute = DTYPES[config.autocast_dtype] if safe else torch.float32, None
+        low = DTYPES[config.autocast_dtype]
+        gather, compute = low if safe or kept_as is low else torch.float32, None
     else:
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
     # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
@@ -174,7 +181,7 @@ def precision_of(
         reduce=DTYPES[reduce] if reduce else torch.float32 if beside_fp32 else gather,
         accumulate=DTYPES[accumulate] if accumulate else compute or torch.float32,
         master=master,
-        in_parts=tiered or kept_as is not None,  # FSDP2 would cast fp8
+        in_parts=tiered or kept_as is not None,  # FSDP2 would cast it
         kept_as=kept_as,
     )
 

@@ -35,7 +35,7 @@ class PlanRow:
         dtypes = {name: name_of(getattr(precision, name)) for name in _COLUMNS[:-1]}
         if not self.trainable:
             dtypes |= dict.fromkeys(("reduce", "accumulate"), "-")
-        if precision.kept_as:  # nobody casts it
+        if precision.gathered is precision.kept_as:  # nobody casts it
             dtypes |= dict.fromkeys(("compute", "gather"), dtypes["storage"])
         return {
             "names": self.names,

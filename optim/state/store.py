@@ -40,7 +40,7 @@ from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
-from nvme_offload.optim.tiers.parts import OwnParts, ShardParts, parts_of, split_shard
+from nvme_offload.optim.tiers.parts import ShardParts, parts_of, split_shard
 from nvme_offload.optim.updates.choice import updater_of, way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 
@@ -189,9 +189,9 @@ class StateStore(StepState):
         if not self._arrived:
             return
         for record in self._arrived:
-            split = split_shard(record.leaf)
-            if split is not None and isinstance(split.parts, OwnParts):  # not where this was cut short before
-                split.use_parts(self._new_parts(self, record.index, split.parts))
+            split, parts = split_shard(record.leaf), parts_of(record.leaf)
+            if split is not None and parts is not None and not parts.is_in_state:  # it is where this was cut short
+                split.use_parts(self._new_parts(self, record.index, parts))
         for record in self.table:
             record.note_place()
         for record in self.table:
@@ -304,7 +304,8 @@ class StateStore(StepState):
 
     def _write_rests(self, slots: Sequence[SlotRecord]) -> None:
         """Write the rests of split shards' masters to their tier, subgroup by subgroup. They also stay in memory."""
-        split = {record.index for record in self.table if isinstance(parts_of(record.leaf), OwnParts)}
+        found = ((record.index, parts_of(record.leaf)) for record in self.table)
+        split = {index for index, parts in found if parts is not None and not parts.is_in_state}
         order = [
             slot
             for slot in slots

@@ -15,7 +15,7 @@ from nvme_offload.optim.layout.flat import Layout, Origin, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.tiers.parts import OwnParts, parts_of
+from nvme_offload.optim.tiers.parts import parts_of
 
 _tile_sums = OnAccelerator().tile_checksums
 
@@ -85,7 +85,7 @@ class ParamRecord:
     def first_rest(self) -> torch.Tensor | None:
         """The rest of the masters of a split shard without state; None if what is stored says all."""
         parts = parts_of(self.leaf)
-        return parts.rest if isinstance(parts, OwnParts) else None
+        return parts.rest if parts is not None else None
 
     def look_again(self) -> None:
         """Look where the parameter is now; what it was in before is let go."""

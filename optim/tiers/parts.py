@@ -53,7 +53,7 @@ class Storage(NamedTuple):
     """Says how a shard in parts is kept."""
 
     dtype: torch.dtype
-    """The dtype of what is stored: bf16, fp16 or fp32; any other for a frozen shard that is kept as it came."""
+    """The dtype of what is stored: bf16, fp16 or fp32; any for a frozen shard that is kept as it came."""
     accumulate: torch.dtype
     """The dtype of the gradient partition."""
 
@@ -104,6 +104,12 @@ class ShardParts(ABC):
         stored: the bytes that a gather takes.
         accumulate: dtype of the gradient partition.
     """
+
+    rest: torch.Tensor | None = None
+    """1D, on the CPU, of `MASTER_DTYPE`; None if `stored` says all, as for weights that were always 16 bits, and where
+    the optimizer's state has it."""
+    is_in_state = False
+    """Whether the optimizer's state has the rest, or will have it from the parameter's birth on."""
 
     def __init__(self, owner: Any, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
         self.owner = owner
@@ -171,8 +177,6 @@ class OwnParts(ShardParts):
         kernels: KernelPool,
     ) -> None:
         super().__init__(owner, group, stored, accumulate)
-        self.rest: torch.Tensor | None = None
-        """1D, on the CPU, of `MASTER_DTYPE`; None if `stored` says all, as for weights that were always 16 bits."""
         self._kernels = kernels
         self._shape = values.shape
         if not values.is_meta:
@@ -207,21 +211,29 @@ def _says_all(stored: torch.Tensor, rest: torch.Tensor) -> bool:
 
 
 class OnePart(ShardParts):
-    """A frozen parameter, all stored as it came, in a dtype that is never cast: a quantized base has such."""
+    """A frozen parameter, all stored as it came: it may be codes of a quantized base, which no number stands for.
 
-    def __init__(self, values: torch.Tensor, stored: StoredShard, owner: Any, group: GatherGroup) -> None:
-        super().__init__(owner, group, stored, values.dtype)
+    One in 16 bits is its own master until it is unfrozen.
+    """
+
+    def __init__(
+        self, values: torch.Tensor, stored: StoredShard, owner: Any, group: GatherGroup, accumulate: torch.dtype
+    ) -> None:
+        super().__init__(owner, group, stored, accumulate)
         self._shape = values.shape
-        self.write(values)
+        if not values.is_meta:
+            self.write(values)
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is stored, padded, whatever `dtype` is; 8 bits as uint8, because process groups know no fp8."""
+        """Return what is stored, padded; in `dtype` where it is in 16 bits. 8 bits go as uint8: gloo knows no fp8."""
+        if self.stored.form.dtype in FORM_OF_DTYPE:
+            return super().gathered(dtype)
         kept = self.stored.gather()
         return kept.view(torch.uint8) if kept.itemsize == 1 else kept
 
     def stays(self, dtype: torch.dtype) -> bool:
-        """Return whether what is gathered stays valid after `end_gather`: it is in memory."""
-        return isinstance(self.stored, ResidentShard)
+        """Return whether what is gathered stays valid after `end_gather`: it is in memory, and not cast."""
+        return super().stays(dtype if self.stored.form.dtype in FORM_OF_DTYPE else self.stored.form.dtype)
 
     def read(self) -> torch.Tensor:
         """Return a copy of the shard, in its own dtype."""
@@ -240,6 +252,8 @@ class UnbornParts(ShardParts):
 
     A model built on the meta device has them until its optimizer is made; see `optim.birth.birth`.
     """
+
+    is_in_state = True
 
     def read(self) -> torch.Tensor:
         """Raise StateError: there is nothing to read."""
@@ -301,10 +315,10 @@ def take_apart(model: nn.Module, storage_of: StorageOf) -> None:
             zeros = torch.zeros(record.padded_sharded_param_size, dtype=storage.dtype, device=shard.device)
             stored = ResidentShard(zeros)
             parts: ShardParts
-            if storage.dtype in FORM_OF_DTYPE:
+            if shard.dtype is torch.float32:
                 parts = OwnParts(shard.detach(), stored, owner, group, storage.accumulate, kernels)
             else:
-                parts = OnePart(shard.detach(), stored, owner, group)
+                parts = OnePart(shard.detach(), stored, owner, group, storage.accumulate)
             install_parts(record, SplitTensor(parts, shard), install_extension)
     if not found:
         raise ValueError("split_parameters needs a module after torch.distributed.fsdp.fully_shard")
@@ -336,7 +350,7 @@ def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, Split
     install(record, local)
     assert isinstance(local.parts, ShardParts)
     local.parts.group.params.append(record.sharded_param)
-    if local.dtype is torch.float32:  # others are never trained
+    if local.dtype in FORM_OF_DTYPE:  # others are never trained
         keep_grad_in(record.sharded_param, local.parts.accumulate)
 
 

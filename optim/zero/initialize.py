@@ -81,9 +81,9 @@ def initialize(
 
     Args:
         model: a plain module, the same on every rank of a pipeline stage, on the device it trains on, or on meta: then
-            it gets its values block by block and is never whole in memory. It is changed in place. Parameters in bf16
-            or fp16 become fp32 first; fp32 weights reach their masters without passing through 16 bits. Buffers keep
-            their dtype.
+            it gets its values block by block and is never whole in memory. It is changed in place. What is trained in
+            bf16 or fp16 becomes fp32 first; fp32 weights reach their masters without passing through 16 bits. Frozen
+            parameters in other dtypes than fp32, and buffers, stay as they came.
         config: the configuration section: an `OffloadConfig`, a dict, a file, or a folder on a drive.
         mesh: 1-D, or 2-D (replicate, shard) for hybrid sharding; by default all ranks, without a launcher this process
             alone, on the model's device (of one on meta: the accelerator that torch sees, or the CPU). Or named as

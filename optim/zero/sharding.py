@@ -29,7 +29,7 @@ from nvme_offload.optim.precision.casts import (
     guard_autocast,
     return_no_views,
 )
-from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
+from nvme_offload.optim.precision.parameter import stays_as_it_came
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
 from nvme_offload.optim.ranks.collective import gather, host_groups, largest
@@ -65,11 +65,11 @@ def shard_with_precision(
 ) -> None:
     """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
 
-    Its 16-bit parameters become fp32. For a model on meta, `give_shards` gives its shards their memory.
+    What it trains in 16 bits becomes fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
     cast_where_needed(model, plan)
     for param in model.parameters():
-        if param.dtype in SIXTEEN_BITS:
+        if not stays_as_it_came(param):
             _make_fp32(param)
     shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
     names = {param: name for name, param in model.named_parameters()}
@@ -110,6 +110,8 @@ def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, st
 
 def _make_fp32(param: nn.Parameter) -> None:
     """Convert a parameter to fp32 in place, so that tied weights stay tied."""
+    if param.dtype is torch.float32:
+        return
     if isinstance(param, DTensor):  # whose data is another tensor's, which `.data` would not change
         wide = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
         swap_tensors(param, wide)  # type: ignore[no-untyped-call]

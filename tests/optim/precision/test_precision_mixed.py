@@ -250,7 +250,12 @@ def test_bytes_are_counted_on_the_tier_where_they_are():
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.uint8, "uint8"), (torch.int8, "int8"), (torch.float8_e4m3fn, "float8_e4m3fn"), (torch.float64, "float64")],
+    [
+        (torch.uint8, "uint8"),
+        (torch.bfloat16, "bf16"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (torch.float64, "float64"),
+    ],
 )
 def test_a_frozen_base_in_a_dtype_of_its_own_is_planned_as_it_is(dtype, name):
     model = nn.Sequential(nn.Linear(8, 8))

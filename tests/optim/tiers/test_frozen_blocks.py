@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nvme_offload import ClosedError, OffloadAdamW, get_full_param, initialize, set_full_param
+from nvme_offload import ClosedError, OffloadAdamW, initialize
 from nvme_offload.optim.telemetry import run_record
-from nvme_offload.optim.tiers.parts import parts_of
 from tests.support.ranks import run_ranks
 from tests.support.sharded_model import SHARDS_CODES, assert_same, full_state
 from tests.support.small_llama import LENGTH, llama
@@ -83,16 +82,6 @@ def test_of_the_base_no_byte_is_written_in_a_step(alone, tmp_path, monkeypatch, 
     adapters = sum(size for name, size in sizes.items() if not name.endswith("(frozen)"))
     assert base >= itemsize * base_numel > 20 * adapters
     assert min(written[1:]) == adapters + of_state, written  # what a process writes once, as byte code, is in one step
-
-
-def test_a_base_in_16_bits_takes_no_memory_for_what_it_has_not(alone, tmp_path):
-    for keys, dtype in ((BF16, torch.bfloat16), (FP16, torch.float16)):
-        with initialize(adapted_llama(dtype), section(tmp_path, param="nvme") | keys) as engine:
-            frozen = [param for param in engine.module.parameters() if not param.requires_grad]
-            assert all(parts_of(param).rest is None for param in frozen)
-            set_full_param(frozen[1], torch.full(frozen[1].shape, 1 / 3))
-            assert torch.equal(get_full_param(frozen[1]), torch.full(frozen[1].shape, 1 / 3))
-            assert [param for param in frozen if parts_of(param).rest is not None] == [frozen[1]]
 
 
 @pytest.mark.parametrize("keys", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
