@@ -98,7 +98,5 @@ def _grouped(given: Params) -> Params:
     others = [param for param in params if param.ndim != 2]
     if not others or len(others) == len(params):
         return params
-    return [
-        {"params": [param for param in params if param.ndim == 2], "rule": "Muon"},
-        {"params": others, **BESIDE_MATRICES},
-    ]
+    matrices: dict[str, Any] = {"params": [param for param in params if param.ndim == 2], "rule": "Muon"}
+    return [matrices, {"params": others, **BESIDE_MATRICES}]
