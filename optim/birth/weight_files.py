@@ -1,8 +1,10 @@
 """Match stored tensors to parameters: everything that can be wrong is found from the headers alone."""
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 
 import torch
@@ -24,7 +26,7 @@ class WeightSource:
         self._names, problems = _match(wanted, self._reader.tensors, _ignored(model, plan))
         if problems:
             more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-            raise WeightsError(path, *problems[:_MAX_PROBLEMS], *more)
+            raise WeightsError(path, *_quantized(self._reader), *problems[:_MAX_PROBLEMS], *more)
 
     def read(self, new: NewTensor, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
@@ -57,12 +59,36 @@ def _match(
         found = stored[name]
         if found.shape != tuple(new.shape):
             misfits.append(f"{name} has shape {found.shape} in {found.path.name}; the model has {tuple(new.shape)}")
-        elif found.dtype.is_floating_point != new.dtype.is_floating_point:
+        elif found.dtype.is_floating_point != new.dtype.is_floating_point or (
+            _is_code(found.dtype) and found.dtype is not new.dtype
+        ):
             misfits.append(f"{name} is {found.dtype} in {found.path.name}; the model has {new.dtype}")
     left_over = [name for name in stored if name not in known and not ignored.search(name)]
     problems = [_missing(new, left_over) for new in missing[:_MAX_PROBLEMS]]
     problems += [f"{new.name} is missing" for new in missing[_MAX_PROBLEMS:]] + misfits
     return names, problems + [f"{name} is in no place of the model" for name in left_over]
+
+
+def _is_code(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this dtype are nothing without a scale: fp8."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _quantized(reader: SafetensorsReader) -> list[str]:
+    """Say how weights are quantized and what to do, if they are: ``config.json`` beside them says it, or fp8 does."""
+    config = (reader.path if reader.path.is_dir() else reader.path.parent) / "config.json"
+    said: object = None
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        said = json.loads(config.read_bytes()).get("quantization_config") if config.is_file() else None
+    if said is None and not any(_is_code(stored.dtype) for stored in reader.tensors.values()):
+        return []
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    how = f" ({config.name}: quantization_config.quant_method = {str(method)[:60]!r})" if said is not None else ""
+    return [
+        f"the weights are quantized{how}, and the model has no parameters for all codes and scales: codes alone are no "
+        "weights. Take the weights as they were before that, or let the library that reads them make weights of them "
+        "(model.dequantize() of transformers) and save these; or load the model into host memory with its quantizer"
+    ]
 
 
 def _missing(new: NewTensor, left_over: list[str]) -> str:

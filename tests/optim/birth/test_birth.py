@@ -261,6 +261,43 @@ def test_files_that_do_not_fit_are_refused_before_anything_changes(alone, tmp_pa
         assert torch.equal(engine.module.state_dict()["head.weight"].full_tensor(), good["embedding.weight"])
 
 
+class Codes(nn.Module):
+    """It holds codes and their scale as buffers, and knows what to do with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("said", [{"quant_method": "of a library"}, None, "[" * 100_000])
+def test_codes_are_no_weights_whatever_is_said_of_them(alone, tmp_path, dtype, said):
+    weight = torch.randn(4, 4).mul(9).to(dtype)
+    save_file({"weight": weight, "bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    if said is not None:
+        text = said if isinstance(said, str) else json.dumps({"quantization_config": said})
+        (tmp_path / "config.json").write_text(text)
+    for weights in (tmp_path, tmp_path / "model.safetensors"):
+        model = on_meta(lambda: nn.Linear(4, 4))
+        with pytest.raises(WeightsError, match=rf"weight is {dtype} in model.safetensors; the model has") as refused:
+            initialize(model, section(**BF16), weights=weights)
+        assert ("quant_method = 'of a library'), and the model has no" in str(refused.value)) is isinstance(said, dict)
+        assert ("let the library that reads them" in str(refused.value)) is (
+            isinstance(said, dict) or dtype is not torch.int8
+        )
+
+
+def test_a_model_with_places_for_codes_and_scales_gets_both(alone, tmp_path):
+    wanted = seeded(1, Codes)
+    save_file(wanted.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with initialize(on_meta(Codes), section(), weights=tmp_path) as engine:
+        assert torch.equal(engine.module.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(engine.module.scale, wanted.scale)
+
+
 def llama(tied):
     config = LlamaConfig(
         vocab_size=VOCABULARY,
