@@ -137,6 +137,16 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device, dtype: torc
     return tensor
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether the class of a tensor runs its operators on other tensors, in which its values are.
+
+    ``Tensor._make_wrapper_subclass`` leaves no trace but this: operators of its own (``__torch_dispatch__``), elements,
+    and no memory. A subclass with memory, as bitsandbytes has, is an ordinary tensor.
+    """
+    has_operators = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return has_operators and tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
 def sharded_like(local: torch.Tensor, like: R) -> R:
     """Make a DTensor with the layout of `like` around another local tensor.
 

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from nvme_offload.offload._torch_private import is_dtensor, local_tensor, without_torch_function
+from nvme_offload.offload._torch_private import is_dtensor, is_wrapper, local_tensor, without_torch_function
 from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.shards.stand_in import StandIn
+from nvme_offload.offload.shards.stand_in import MemorylessTensor, StandIn
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,8 +107,20 @@ def storage_of(leaf: torch.Tensor) -> torch.Tensor:
     return local.parts.declared(local.shape) if isinstance(local, SplitTensor) else local
 
 
+def check_is_no_wrapper(param: torch.Tensor, name: str) -> None:
+    """Raise ValueError for a tensor of a class that keeps its values in other tensors, as those of torchao do."""
+    if not is_wrapper(param) or isinstance(param, MemorylessTensor):
+        return
+    raise ValueError(
+        f"{name} is a {type(param).__name__}, which keeps its values in other tensors: these can be neither moved nor "
+        "updated here, and an all-gather of its own would be lost. Give its module a plain torch.nn.Parameter with the "
+        "values. torchao's float8 has plain ones with Float8LinearConfig(enable_fsdp_float8_all_gather=False)"
+    )
+
+
 def check_param(param: torch.Tensor, name: str) -> None:
     """Raise ValueError for a parameter that cannot be offloaded."""
+    check_is_no_wrapper(param, name)
     if param.layout is not torch.strided:
         raise ValueError(f"{name} has layout {param.layout}: only strided parameters can be offloaded")
     if param.dtype not in FORM_OF_DTYPE:

@@ -32,6 +32,7 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard
 from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.layout.flat import check_is_no_wrapper
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL
 
 ROOT = "the root module"
@@ -284,9 +285,11 @@ def split_parameters(
         The model.
 
     Raises:
-        ValueError: no part of the model is managed by FSDP2, it is still on the meta device, or it was sharded with
-            ``CPUOffloadPolicy``.
+        ValueError: no part of the model is managed by FSDP2, it is still on the meta device, it was sharded with
+            ``CPUOffloadPolicy``, or a parameter is of a class that keeps its values in other tensors.
     """
+    for name, param in model.named_parameters():
+        check_is_no_wrapper(local_tensor(param), f"split_parameters: {name!r}")
 
     def storage_of(record: Any) -> Storage | None:
         gathered = record.mp_policy.param_dtype or record.sharded_param.dtype

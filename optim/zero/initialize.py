@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload._fsdp_passes import begin_at
+from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
@@ -26,7 +27,7 @@ from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
-from nvme_offload.optim.layout.flat import storage_of
+from nvme_offload.optim.layout.flat import check_is_no_wrapper, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.optimizers.registry import optimizer_class
@@ -381,6 +382,8 @@ def _check_parameters(model: nn.Module) -> None:
     params = list(model.parameters())
     if not params:
         raise ValueError("initialize: the model has no parameters")
+    for name, param in model.named_parameters():
+        check_is_no_wrapper(local_tensor(param), f"initialize: {name!r}")
     if scalar := next((name for name, param in model.named_parameters() if param.ndim == 0), None):
         owner, _, own = f"model.{scalar}".rpartition(".")
         remedy = f"write {owner}.{own} = torch.nn.Parameter({owner}.{own}.detach()[None]) before it"

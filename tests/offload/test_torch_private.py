@@ -293,6 +293,7 @@ def test_local_tensor_of_a_plain_tensor_is_itself():
     tensor = torch.ones(2)
     assert private.local_tensor(tensor) is tensor
     assert not private.is_dtensor(tensor)
+    assert not private.is_wrapper(tensor)
     assert not private.is_fsdp(torch.nn.Linear(1, 1))
 
 
