@@ -26,7 +26,6 @@ def verify(
         typer.Option(metavar="CHECK", help=f"Run this check alone; repeat it. Checks: {', '.join(CHECKS)}."),
     ] = None,
     as_json: Json = False,
-    no_measure: Annotated[bool, typer.Option("--no-measure", hidden=True)] = False,  # older scripts say so
 ) -> None:
     """Verify the bits of training on this machine's GPU or CPU.
 
@@ -75,7 +74,7 @@ def where(accelerator: Mapping[str, Any] | None) -> str:
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
     """Print a line for each check and a last one."""
     for outcome in outcomes:
-        line = Text(f"{outcome.status:9} {outcome.name:11} {outcome.seconds:6.1f} s  {outcome.text}: {outcome.found}")
+        line = Text(f"{outcome.status:9} {outcome.name:11} {outcome.seconds:6.1f} s  {outcome.found}")
         line.stylize(_STYLES[outcome.status], 0, len(outcome.status))
         console.print(line, soft_wrap=True)
     console.print(summary(outcomes), highlight=False, soft_wrap=True)

@@ -1,18 +1,15 @@
 """A check is made at a site, comes to an outcome, and compares bits."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-Status = Literal["ok", "wrong", "failed", "left out"]
-"""Wrong: something else than what is promised was found. Failed: the check did not come to an end."""
-_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Bits = Mapping[str, torch.Tensor]
+"""Values by name, which must be the same everywhere."""
 
 
 class WrongError(Exception):
@@ -36,19 +33,9 @@ class Site:
         """Whether anything but the CPU trains."""
         return self.device != "cpu"
 
-    @contextmanager
-    def drive(self) -> Iterator[Path]:
-        """A folder on the drive for one run."""
-        with TemporaryDirectory(dir=self.folder, prefix="verify-") as folder:
-            yield Path(folder)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A check found this where all is as it should be."""
-
-    text: str
-    values: Mapping[str, Any] = field(default_factory=dict)  # the same for programs: bytes, seconds, bytes per second
+    def drive(self) -> "TemporaryDirectory[str]":
+        """Return a folder on the drive for one run."""
+        return TemporaryDirectory(dir=self.folder, prefix="verify-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,60 +43,35 @@ class Outcome:
     """A check came to this."""
 
     name: str
-    text: str
-    status: Status
+    status: Literal["ok", "wrong", "failed", "left out"]
+    """Wrong: something else than what is promised was found. Failed: the check did not come to an end."""
     found: str
     seconds: float
-    values: Mapping[str, Any] = field(default_factory=dict)
+    log: tuple[str, ...] = ()  # what a check that failed said last
 
 
-@dataclass(frozen=True)
-class Check:
-    """Something to find out."""
-
-    name: str
-    text: str  # the promise, in a few words
-    run: Callable[[Site], Found]
-    limit: float  # seconds after which it counts as failed
-
-    def outcome(self, status: Status, found: str, began: float, values: Mapping[str, Any] = {}) -> Outcome:
-        """Make the outcome of the check that began at this moment of `time.monotonic` and ends now."""
-        seconds = time.monotonic() - began
-        return Outcome(name=self.name, text=self.text, status=status, found=found, seconds=seconds, values=values)
-
-
-def exit_status(outcomes: Sequence[Outcome]) -> int:
+def exit_status(outcomes: Iterable[Outcome]) -> int:
     """Exit status of the command: 0 where nothing was wrong and nothing failed, otherwise 1."""
     return int(any(outcome.status in ("wrong", "failed") for outcome in outcomes))
 
 
-def differing(one: object, other: object) -> int:
-    """Number of elements whose bits differ in two containers of tensors and numbers; of another shape are all."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return max(one.numel(), other.numel(), 1)
-        return int((_bits(one) != _bits(other)).sum())
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        missing = len(one.keys() ^ other.keys())
-        return missing + sum(differing(one[key], other[key]) for key in one.keys() & other.keys())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        pairs = zip(one, other, strict=False)
-        return abs(len(one) - len(other)) + sum(differing(mine, theirs) for mine, theirs in pairs)
-    return int(one != other)
+def differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Number of elements whose bits differ; of another shape or dtype are all."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return max(one.numel(), other.numel(), 1)
+    own, others = (each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return int((own != others).view(one.numel(), -1).any(1).sum())
 
 
-def must_equal(one: object, other: object, what: str) -> None:
+def must_equal(found: Bits, expected: Bits, what: str) -> None:
     """Raise WrongError, with `what` and the number of elements, where any bit differs."""
-    if number := differing(one, other):
+    if found.keys() != expected.keys():
+        raise WrongError(f"{what}: {', '.join(sorted(found.keys() ^ expected.keys()))} are on one side alone")
+    if number := sum(differing(found[name], expected[name]) for name in found):
         raise WrongError(f"{what}: {number:,} elements have other bits")
 
 
-def must_be_near(one: float, other: float, what: str, *, within: float = 1e-12) -> None:
-    """Raise WrongError where two numbers are further apart than this share of the second."""
-    if not abs(one - other) <= within * abs(other):
+def must_be_near(one: float, other: float, what: str) -> None:
+    """Raise WrongError where two numbers are further apart than 1e-12 of the second."""
+    if not abs(one - other) <= 1e-12 * abs(other):
         raise WrongError(f"{what}: {one!r} in place of {other!r}")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(_INT_OF_SIZE[flat.element_size()])
