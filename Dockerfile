@@ -13,5 +13,6 @@ RUN pip wheel --no-deps -w /wheels /source
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
 RUN wheel=$(echo /wheels/*.whl) && pip install --no-cache-dir "$wheel" && rm -r /wheels
+COPY perf/experiments /usr/local/lib/python3.12/site-packages/nvme_offload/perf/experiments
 VOLUME /drive
 ENTRYPOINT ["python", "-m", "nvme_offload.perf.experiments", "demo", "--path", "/drive", "--out", "/drive/demo-out"]

@@ -21,11 +21,11 @@ from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.state import placement
 from nvme_offload.optim.zero import block_checks
+from nvme_offload.perf.experiments.experiment import Row, run_experiment
+from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, Pace, paced_drive
+from nvme_offload.perf.experiments.training import SleepingModel, Training
 from nvme_offload.perf.measure.command_line import SaveTo
-from nvme_offload.perf.measure.experiment import Row, run_experiment
-from nvme_offload.perf.measure.paced import STANDS_IN_FOR, Pace, paced_drive
 from nvme_offload.perf.measure.sections import MODES, section
-from nvme_offload.perf.measure.training import SleepingModel, Training
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job
 from nvme_offload.perf.plan.prediction import fits

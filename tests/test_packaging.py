@@ -76,10 +76,11 @@ def assert_contents(wheel):
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith("/METADATA")]
     assert {name.split("/")[0] for name in names} == {"nvme_offload", "nvme_offload-0.1.0.dist-info"}
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".cmake", ".json", ".md"))]
-    assert not [
-        name for name in names if name.startswith(("nvme_offload/perf/benchmarks", "nvme_offload/perf/results"))
-    ]
-    sources = {name for name in tracked(*PARTS) if name.endswith((".py", ".pyi")) and "benchmarks" not in name}
+    checkout_only = tuple(f"perf/{room}/" for room in ("benchmarks", "experiments", "results"))
+    assert not [name for name in names if name.removeprefix("nvme_offload/").startswith(checkout_only)]
+    sources = {
+        name for name in tracked(*PARTS) if name.endswith((".py", ".pyi")) and not name.startswith(checkout_only)
+    }
     assert {f"nvme_offload/{name}" for name in sources} - names == set()
     assert {"nvme_offload/py.typed", "nvme_offload/__init__.pyi", "nvme_offload/__main__.py"} <= names
     native = sorted(name.split(".")[0] for name in names if name.endswith(".so"))

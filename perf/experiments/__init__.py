@@ -1,1 +1,1 @@
-"""Experiments: cases and a sentence about each. What measures them is in `nvme_offload.perf.measure`."""
+"""Experiments: cases and a sentence about each. They are in a checkout alone, and in no wheel."""

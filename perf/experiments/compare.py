@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nvme_offload.perf.experiments.experiment import run_experiment
+from nvme_offload.perf.experiments.gpt import parse_size
 from nvme_offload.perf.experiments.peers.result import (
     CONTENDERS,
     ITERATIONS,
@@ -27,8 +29,6 @@ from nvme_offload.perf.experiments.peers.worker import Order, work
 from nvme_offload.perf.measure.child import Child, ChildFailedError
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
 from nvme_offload.perf.measure.comparison import Case
-from nvme_offload.perf.measure.experiment import run_experiment
-from nvme_offload.perf.measure.gpt import parse_size
 from nvme_offload.perf.measure.machine import num_cpus
 
 

@@ -18,12 +18,13 @@ import typer
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
+from nvme_offload.perf.experiments.experiment import Row, run_experiment
+from nvme_offload.perf.experiments.training import Training
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, Rw, SaveTo, Settings
-from nvme_offload.perf.measure.experiment import Row, run_experiment
+from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.sections import MODES, section
-from nvme_offload.perf.measure.training import Training, layered_model
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.placing import Job

@@ -14,8 +14,8 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from nvme_offload import OffloadEngine, get_full_optimizer_state, get_full_param, initialize
 from nvme_offload.optim.zero.meshes import default_mesh
+from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.sections import MODES
-from nvme_offload.perf.measure.training import layered_model
 from nvme_offload.perf.verify.optimizers import section, values_of
 from nvme_offload.perf.verify.outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
 
@@ -186,7 +186,7 @@ def birth(site: Site) -> str:
 
 
 def checkpoint(site: Site) -> str:
-    """What is saved on the device goes on there, and on the CPU too, with the same bits."""
+    """A checkpoint of the device goes on there, and on the CPU too, with the same bits."""
     next_step = range(3, 4)
     with site.drive() as drive, site.drive() as folder:
         with initialize(Slopes().to(site.device), section_of(drive, **BF16)) as engine:

@@ -17,7 +17,7 @@ from nvme_offload import OffloadAdamW, Span, initialize
 from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
 from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter
-from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
 
 SECOND = 1_000_000_000
 

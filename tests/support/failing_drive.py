@@ -10,8 +10,8 @@ from nvme_offload.aio_native.injection import FaultInjector
 from nvme_offload.offload.storage import swap_space
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.sync import sync_data
-from nvme_offload.perf.measure.paced import STANDS_IN_FOR as STANDS_IN_FOR
-from nvme_offload.perf.measure.paced import paced_drive as paced_drive
+from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR as STANDS_IN_FOR
+from nvme_offload.perf.experiments.paced_drive import paced_drive as paced_drive
 
 
 def flip_bit(path, offset):

@@ -17,6 +17,8 @@ import typer
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.optim.telemetry.trace import write_trace
 from nvme_offload.perf.experiments.demo.training import DemoRun, work
+from nvme_offload.perf.experiments.experiment import Row, run_experiment
+from nvme_offload.perf.experiments.gpt import PRESETS, ModelSize, parse_size
 from nvme_offload.perf.measure.child import Child, Work
 from nvme_offload.perf.measure.command_line import (
     KnobError,
@@ -27,8 +29,6 @@ from nvme_offload.perf.measure.command_line import (
     failures_in_words,
 )
 from nvme_offload.perf.measure.comparison import Case
-from nvme_offload.perf.measure.experiment import Row, run_experiment
-from nvme_offload.perf.measure.gpt import PRESETS, ModelSize, parse_size
 from nvme_offload.perf.measure.machine import mount_at, num_cpus
 from nvme_offload.perf.measure.sections import section
 

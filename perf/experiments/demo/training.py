@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nvme_offload import OffloadAdamW
 from nvme_offload.optim.telemetry.stats import Span
+from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus
 from nvme_offload.perf.measure.child import Send
-from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, batches, load_corpus
 from nvme_offload.perf.measure.machine import moved_since, peak_resident_bytes, settled_resident_bytes, storage_bytes
 
 MICRO_BATCH, ACCUMULATION = 8, 2

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nvme_offload.offload.units import format_bytes
+from nvme_offload.perf.experiments.gpt import parse_size
 from nvme_offload.perf.experiments.peers.worker import Ended, Order, model_of
 from nvme_offload.perf.measure.comparison import Quad
-from nvme_offload.perf.measure.gpt import parse_size
 
 ENVIRONMENTS = Path(__file__).resolve().parents[3]
 """`make compare` makes an environment here for each peer that needs one."""

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import initialize
+from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
 from nvme_offload.perf.measure.child import Send
-from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
 from nvme_offload.perf.measure.machine import (
     moved_since,
     peak_resident_bytes,

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
 from nvme_offload.optim.telemetry.trace import TRACKS
+from nvme_offload.perf.experiments import gpt
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
 from nvme_offload.perf.experiments.demo.training import DemoRun, Step
-from nvme_offload.perf.measure import gpt
-from nvme_offload.perf.measure.experiment import Row
-from nvme_offload.perf.measure.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
+from nvme_offload.perf.experiments.experiment import Row
+from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
 from scripts import readme_timeline as timeline
 from tests.support.forked import forked_children
 

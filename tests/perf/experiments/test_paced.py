@@ -5,8 +5,8 @@ import torch
 
 from nvme_offload import OffloadAdamW, OffloadConfig
 from nvme_offload.perf.experiments.paced import SCHEDULES
-from nvme_offload.perf.measure.paced import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.measure.training import SleepingModel
+from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.experiments.training import SleepingModel
 from tests.perf.experiments.running import results, said
 
 RATE = 2e9

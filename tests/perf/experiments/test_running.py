@@ -7,8 +7,8 @@ import typer
 
 from nvme_offload.perf import cli
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
+from nvme_offload.perf.experiments.experiment import Row, run_experiment
 from nvme_offload.perf.measure.comparison import Comparison, Quad
-from nvme_offload.perf.measure.experiment import Row, run_experiment
 
 
 def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path):
