@@ -11,8 +11,6 @@ from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.staging.block_cache import Block
 from nvme_offload.offload.storage.tier import Memory
 
-_MAX_GIVING = 2  # what FSDP2 gathers together is one block, and one more for what is frozen
-
 
 @dataclass(eq=False)
 class Departure:
@@ -54,14 +52,20 @@ class Departures:
         self._release = release
         self._on_way: deque[Departure] = deque()
         self._giving: dict[Block | HostBlock, Departure] = {}
+        """Copies that not all places were taken from, of what is gathered together."""
+        self._together: object = None
 
-    def take(self, block: Block | HostBlock, place: object, places: Iterable[object]) -> torch.Tensor:
+    def take(self, block: Block | HostBlock, place: object, places: Iterable[object], together: object) -> torch.Tensor:
         """Return a copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
 
-        It is another copy when the same `place` asks again. After the last of `places` the device's memory is not kept
-        here.
+        It is another copy when the same `place` asks again. The device's memory is not kept here after the last of
+        `places`, or when somebody asks for what is not gathered `together` with it.
         """
         self._end_finished()
+        if together is not self._together:  # a gather of those before was given up halfway
+            for other in list(self._giving):
+                self._give_no_more(other)
+            self._together = together
         departure = self._giving.get(block)
         if departure is None or place not in departure.missing:
             departure = self._send(block, places)
@@ -107,8 +111,6 @@ class Departures:
             raise
         departure.send(memory, self.device)
         self._giving[block] = departure
-        while len(self._giving) > _MAX_GIVING:  # a gather of it was given up halfway
-            self._give_no_more(next(iter(self._giving)))
         return departure
 
     def _give_no_more(self, block: Block | HostBlock) -> None:

@@ -1,10 +1,11 @@
-"""Sharded parameters are stored in host memory, or on NVMe in one block for each group that FSDP2 gathers.
+"""Sharded parameters are stored in host memory, or on NVMe in one or more blocks for each group that FSDP2 gathers.
 
 FSDP2 asks for every parameter of a group, one after the other, and copies them into a buffer of its own
 (``foreach_all_gather``, ``wait_for_unshard``). Then it tells each of them that it is done (``fsdp_post_all_gather``).
-Between the first question and the last answer the block is held in its staging buffer. On the CPU the copying is over
-when the next group is asked for; so where an answer never comes, because a group was gathered ahead and then not used,
-the hold is given up when its buffer is wanted.
+A group of trained and frozen parameters is two blocks. It copies none of them before it has asked for all, so all
+blocks of a group are one gather: between the first question and the last answer they are held in their staging buffers.
+On the CPU the copying of a group is over when another one is asked for; so where an answer comes late or never, because
+a group was gathered ahead, its holds are given up when a buffer is wanted. What is gathered ahead needs no buffers.
 
 Where a device computes, the first question copies the block there, all of it at once and behind the host's back, and
 what FSDP2 gets are views of that copy. The block is then held until the copy is over, whatever FSDP2 says. Blocks may
@@ -19,7 +20,7 @@ import torch
 
 from nvme_offload.offload.config.tiers import OffloadParamConfig
 from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import ClosedError
+from nvme_offload.offload.errors import ClosedError, ConfigError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.departures import Departure, Departures
@@ -39,9 +40,11 @@ _ALIGNMENT = 64  # bytes: every parameter starts at a cache line
 
 @dataclass(eq=False)
 class _Gather:
-    """One use of a block by FSDP2."""
+    """One use by FSDP2 of what it gathers together."""
 
-    block: Block
+    together: object
+    blocks: set[Block] = field(default_factory=set)
+    """FSDP2 has asked for these, and they are held."""
     asked: set[TieredShard] = field(default_factory=set)
     answered: set[TieredShard] = field(default_factory=set)
 
@@ -71,19 +74,38 @@ class ParamTier:
         self._gathers: list[_Gather] = []  # not complete, the latest last
         self._latest: _Gather | None = None
         self._keeps = False
-        self._kept: Block | None = None
-        """It stays in its buffer until another block is gathered: somebody will change it there."""
+        self._kept: _Gather | None = None
+        """Its blocks stay in their buffers until others are gathered: somebody will change them there."""
         self._departures: Departures | None = None
         self._shards: dict[Block | HostBlock, list[TieredShard]] = {}
+        self._together: dict[Block | HostBlock, object] = {}
         self._closed = False
 
     def reserve(
-        self, groups: Sequence[tuple[str, Sequence[Padded]]], device: torch.device = HOST, *, in_memory: bool = False
+        self,
+        groups: Sequence[tuple[str, Sequence[Padded]]],
+        device: torch.device = HOST,
+        *,
+        in_memory: bool = False,
+        together: Sequence[object] | None = None,
     ) -> list[list[TieredShard]]:
-        """Make blocks for named groups of parameters, all of their space promised; returns each parameter's place.
+        """Make a block for each named group of parameters, all space promised; returns each parameter's place.
 
-        `put` the values there before anything else. `device` computes with them. On an error nothing was reserved.
+        `put` the values there before anything else. On an error nothing was reserved.
+
+        Args:
+            groups: names and the forms of parameters.
+            device: computes with them.
+            in_memory: the blocks stay in host memory, beside a device.
+            together: the same object for each of the blocks that FSDP2 gathers together, also of other calls; by
+                default each is gathered alone.
+
+        Raises:
+            ConfigError: the blocks of a gather are more than there may be staging buffers.
         """
+        together = [object() for _ in groups] if together is None else together
+        if is_host(device):
+            self._check_room([name for name, _ in groups], together)
         if self._departures is None and not is_host(device):
             self._departures = Departures(device, self._hold_for, self._release_for)
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
@@ -96,7 +118,17 @@ class ParamTier:
             for block, (offsets, _), (_, forms) in zip(blocks, layouts, groups, strict=True)
         ]
         self._shards.update(zip(blocks, made, strict=True))
+        self._together.update(zip(blocks, together, strict=True))
         return made
+
+    def _check_room(self, names: Sequence[str], together: Sequence[object]) -> None:
+        """Raise ConfigError where a gather would need more buffers at once than there may be."""
+        most = self.cache.most_buffers
+        for name, key in zip(names, together, strict=True):
+            needed = [*self._together.values(), *together].count(key)
+            if needed > most:
+                why = f"FSDP2 copies the {needed} blocks of {name!r} and what is gathered with it at once"
+                raise ConfigError([f"{_KEY}.buffer_count = {most}: {why}; write {needed} or more"])
 
     def _lock(self, buffers: BufferPool) -> None:
         if self._departures is not None:
@@ -105,7 +137,7 @@ class ParamTier:
     def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
         """Forget the latest blocks, which nothing was gathered from, and free their space."""
         for block in blocks:
-            del self._shards[block]
+            del self._shards[block], self._together[block]
             if isinstance(block, HostBlock):
                 block.close()
         self.cache.drop([block for block in blocks if isinstance(block, Block)])
@@ -123,55 +155,58 @@ class ParamTier:
                     place.view().copy_(stored.gather().reshape(-1))
 
     def begin_gather(self, shard: TieredShard) -> None:
-        """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already."""
+        """Hold the block of a parameter that FSDP2 is about to copy, with all that it asks for in the same gather."""
         self._check_open()
         block = shard.block
         assert isinstance(block, Block)
-        gather = next((gather for gather in self._gathers if gather.block is block), None)
-        if gather is None and self._latest is not None and self._latest.block is block:
+        together = self._together[block]
+        gather = next((gather for gather in self._gathers if gather.together is together), None)
+        if gather is None and self._latest is not None and self._latest.together is together:
             gather = self._latest  # its parameters are asked for and copied one by one
-        is_new = gather is None or shard in gather.asked
-        if gather is None or is_new:
-            if gather in self._gathers:
-                self._end(gather)
-            gather = _Gather(block)
+        if gather is None or shard in gather.asked:
+            self._end(gather)
+            gather = _Gather(together)
+        is_new = block not in gather.blocks
+        if is_new:
+            gather.blocks.add(block)
             self.cache.order.note(block.index)
         try:
             if gather not in self._gathers:
                 self._gathers.append(gather)
             self._latest = gather  # first: who finds a buffer for it ends all others
+            self._keep(gather if self._keeps else None)
             if gather not in block.holders:
                 self.cache.hold(block, by=gather, is_new=is_new)
         except BaseException:
             self._let_go(gather)
             raise
         gather.asked.add(shard)
-        if self._keeps and self._kept is not block:
-            self._keep(block)
+        if self._keeps:
+            block.holders.add(self)
 
     def sent(self, shard: TieredShard) -> torch.Tensor:
         """Return the bytes of a parameter's block on the device that computes with it, copied once for all in it."""
         self._check_open()
         assert self._departures is not None
-        return self._departures.take(shard.block, shard, self._shards[shard.block])
+        return self._departures.take(shard.block, shard, self._shards[shard.block], self._together[shard.block])
 
     def keep_latest(self, keeps: bool) -> None:
-        """Keep the block that was gathered last in its buffer until another one is gathered; or keep none."""
+        """Keep the blocks that were gathered last in their buffers until others are gathered; or keep none."""
         self._keeps = keeps
-        if not keeps:
+        if not keeps and self._kept is not None:
             self._keep(None)
+            self.cache.advance()
 
-    def _keep(self, block: Block | None) -> None:
-        before, self._kept = self._kept, block
-        if block is not None:
-            block.holders.add(self)
-        if before is not None:
-            self.cache.release(before, by=self)
+    def _keep(self, gather: _Gather | None) -> None:
+        if self._kept is not None and self._kept is not gather:
+            for block in self._kept.blocks:
+                block.holders.discard(self)
+        self._kept = gather
 
     def end_gather(self, shard: TieredShard) -> None:
-        """Note that FSDP2 has copied a parameter; with the last one of its block the hold ends."""
+        """Note that FSDP2 has copied a parameter; with the last one of a gather its holds end."""
         for gather in self._gathers:
-            if gather.block is shard.block:
+            if gather.together is self._together.get(shard.block):
                 gather.answered.add(shard)
                 if gather.complete:
                     self._end(gather)
@@ -201,6 +236,7 @@ class ParamTier:
             if isinstance(block, HostBlock):
                 block.close()
         self._shards.clear()
+        self._together.clear()
         self.cache.close()
 
     def _hold_for(self, block: Block | HostBlock, by: object) -> Memory:
@@ -215,18 +251,19 @@ class ParamTier:
             block.holders.discard(by)  # what is read ahead is up to the next hold
 
     def _end(self, gather: _Gather | None) -> None:
-        if gather is not None:
+        if gather in self._gathers:
             self._let_go(gather)
-            self.cache.release(gather.block, by=gather)
+            self.cache.advance()
 
     def _let_go(self, gather: _Gather) -> None:
-        """Hold nothing for a gather. The hold goes first: one that is in the list and holds nothing, holds anew."""
-        gather.block.holders.discard(gather)
+        """Hold nothing for a gather. The holds go first: one that is in the list and holds nothing, holds anew."""
+        for block in gather.blocks:
+            block.holders.discard(gather)
         if gather in self._gathers:
             self._gathers.remove(gather)
 
     def _give_up_stale(self) -> None:
-        """End all but the latest gather: FSDP2 copied those before it asked for anything else; or wait for a device.
+        """Have a buffer: end the earliest gathers that FSDP2 has copied, or wait for a device; at last, keep nothing.
 
         And holds for gathers that an exception took from the list.
         """
@@ -236,9 +273,22 @@ class ParamTier:
             block.holders.difference_update(lost)
         if departures is not None:
             departures.free_one()
-        for gather in list(self._gathers):
-            if gather is not self._latest:
-                self._end(gather)
+        for gather in [gather for gather in self._gathers if self._is_copied(gather)]:
+            self._let_go(gather)
+            if any(block.evictable and not block.holds for block in gather.blocks):
+                return
+        self._keep(None)
+
+    def _is_copied(self, gather: _Gather) -> bool:
+        """Whether FSDP2 has copied what it asked for: it does so when it has asked for all, before it does anything.
+
+        Of a gather that an exception cut off it wants nothing any more.
+        """
+        places = (place for block, places in self._shards.items() for place in places if self._is_in(block, gather))
+        return gather is not self._latest or gather.asked.issuperset(places)
+
+    def _is_in(self, block: Block | HostBlock, gather: _Gather) -> bool:
+        return self._together[block] is gather.together
 
     def _knows(self, by: _Gather | Departure) -> bool:
         if isinstance(by, _Gather):

@@ -197,8 +197,8 @@ class BlockTiers:
         """Reserve blocks for what is to be on NVMe, with all of their space promised; the rest stays where it is.
 
         `tiers` are those of `units`, in order. Call `take` once the optimizer's state has its place; after an error,
-        `drop`. It raises ConfigError for a block larger than a staging buffer, OutOfSpaceError with the bytes needed
-        and free.
+        `drop`. It raises ConfigError where FSDP2 gathers more blocks together than there may be staging buffers,
+        OutOfSpaceError with the bytes needed and free.
         """
         placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(admitted), tiers, strict=True)]
         for kind, before in self._placed.items():
@@ -207,8 +207,9 @@ class BlockTiers:
         if self.params is not None:
             device = next((group.device for group in admitted.params), HOST)
             for groups, in_memory in self._divided(admitted, PARAMS):
-                forms = [(group.name, group.forms) for group in groups]
-                for group, places in zip(groups, self.params.reserve(forms, device, in_memory=in_memory), strict=True):
+                forms, together = [(group.name, group.forms) for group in groups], [group.together for group in groups]
+                placed_in = self.params.reserve(forms, device, in_memory=in_memory, together=together)
+                for group, places in zip(groups, placed_in, strict=True):
                     self._param_places[group] = places
                     self._param_blocks[self._numbers[group]] = places[0].block
         if self.grads is not None:
@@ -283,7 +284,7 @@ class BlockTiers:
             cache.advance()
 
     def keep_gathered(self, keeps: bool) -> None:
-        """Keep each block of parameters in its buffer from its gather to the next one's; or keep none."""
+        """Keep blocks of parameters in their buffers from their gather to the next one; or keep none."""
         if self.params is not None:
             self.params.keep_latest(keeps)
 

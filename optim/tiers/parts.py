@@ -71,6 +71,8 @@ class GatherGroup:
     """
 
     name: str
+    together: object = field(default_factory=object)
+    """The same object for those trained and those frozen, which FSDP2 gathers together."""
     params: list[torch.Tensor] = field(default_factory=list)
     """The parameters as the user knows them."""
 
@@ -342,10 +344,11 @@ def gather_groups(model: nn.Module) -> Iterator[tuple[Any, GatherGroup, list[Any
             if id(records[0]) in seen:
                 continue
             seen.update(map(id, records))
+            together = object()
             for trainable in (True, False):
                 alike = [record for record in records if record.sharded_param.requires_grad is trainable]
                 if alike:
-                    yield module, GatherGroup((name or ROOT) + ("" if trainable else FROZEN)), alike
+                    yield module, GatherGroup((name or ROOT) + ("" if trainable else FROZEN), together), alike
 
 
 def install_parts(record: Any, local: SplitTensor, install: Callable[[Any, SplitTensor], None]) -> None:

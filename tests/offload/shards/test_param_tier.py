@@ -1,9 +1,11 @@
 """Parameters in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order, also on a device."""
 
+from collections import deque
+
 import pytest
 import torch
 
-from nvme_offload import ClosedError, OffloadConfig, StateError
+from nvme_offload import ClosedError, ConfigError, OffloadConfig, StateError
 from nvme_offload.offload.shards.param_tier import ParamTier
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, UnbornShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -21,14 +23,14 @@ def make_tier(tmp_path):
     """``make_tier(num_blocks, **offload_param)``: the tier and the places of its parameters, by block."""
     tiers = []
 
-    def make(num_blocks=5, device="cpu", in_memory=False, **section):
+    def make(num_blocks=5, device="cpu", in_memory=False, together=None, **section):
         section = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, **section}
         config = OffloadConfig.from_dict({"zero_optimization": {"offload_param": section}})
         section = config.zero_optimization.offload_param
         tier = ParamTier(section, NvmeTier(config, paths=section.nvme_path))
         tiers.append(tier)
         groups = [(f"layer {number}", FORMS) for number in range(num_blocks)]
-        places = tier.reserve(groups, torch.device(device), in_memory=in_memory)
+        places = tier.reserve(groups, torch.device(device), in_memory=in_memory, together=together)
         for number, shards in enumerate(places):
             tier.put(shards, [ResidentShard(numbers(number, place)) for place in range(2)])
         return tier, places
@@ -95,6 +97,43 @@ def test_a_gather_ahead_that_is_answered_late_keeps_its_block(make_tier):
         all_then_all(places[number])
     assert [value.unique().tolist() for value in second] == [[10], [11]]
     assert len(first) == 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("num_late", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1, 2), (2, 2, 2), (3, 1, 3, 2)])
+def test_what_is_gathered_together_is_valid_until_all_of_it_was_asked_for(make_tier, sizes, num_late, keeps):
+    """Its last block finds a buffer, also where answers of others are late, and where it is updated before it is asked.
+
+    As many buffers as the largest group has blocks are enough.
+    """
+    together = [number for number, size in enumerate(sizes) for _ in range(size)]
+    tier, places = make_tier(len(together), together=together, buffer_count=max(sizes))
+    tier.keep_latest(keeps)
+    values = {shard: numbers(block, place) for block, pair in enumerate(places) for place, shard in enumerate(pair)}
+    waiting = deque()
+    for turn, number in enumerate([*range(len(sizes)), *reversed(range(len(sizes)))] * 3):
+        blocks = [pair for pair, of in zip(places, together, strict=True) if of == number]
+        asked = {}
+        for pair in blocks[:: (-1) ** turn]:
+            with pair[1].held(change=True) as value:
+                values[pair[1]] = value.add_(1).clone()
+            asked |= {shard: shard.gather() for shard in pair}
+        tier.cache.synchronize()  # whatever is on its way to a buffer is there
+        assert all(torch.equal(found, values[shard]) for shard, found in asked.items())
+        waiting.append(asked)
+        for shard in waiting.popleft() if len(waiting) > num_late else ():
+            shard.end_gather()
+
+
+def test_a_gather_of_more_blocks_than_buffers_is_refused_where_it_is_placed(make_tier):
+    tier, places = make_tier(2, together="ab")
+    few = r"zero_optimization.offload_param.buffer_count = 2: .* the 3 blocks of 'two' .* write 3 or more"
+    with pytest.raises(ConfigError, match=few):
+        tier.reserve([("one", FORMS), ("two", FORMS), ("three", FORMS)], together="cbb")
+    assert len(tier.cache.blocks) == 2
+    tier.drop([shards[0].block for shards in tier.reserve([("one", FORMS), ("two", FORMS)], together="cb")])
+    assert torch.equal(all_then_all(places[1])[0], numbers(1, 0))
 
 
 def test_a_gather_that_needs_the_buffer_of_a_stale_one_holds_its_own(make_tier):

@@ -96,7 +96,7 @@ def test_a_gather_that_is_cut_short_holds_no_buffer_that_nobody_gives_back(alone
                         tier.begin_gather(shard)
                 except Struck:
                     pass
-                holders = [gather for gather in tier._gathers if gather.block is shard.block]
+                holders = [gather for gather in tier._gathers if shard.block in gather.blocks]
                 assert list(shard.block.holders) == holders, interrupt.place
             for gather in list(tier._gathers):
                 tier._end(gather)
