@@ -344,6 +344,29 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def reduce_every_call(model: torch.nn.Module) -> None:
+    """Let every call of a module that backward computes again by itself gather, and reduce its gradients.
+
+    ``FSDPState._pre_forward``: a checkpoint with ``use_reentrant=True`` runs each call again inside backward. There
+    FSDP2 (2.11 to 2.15) takes any but the first for one that its hooks of outputs, which there are none of, have
+    prepared. Gradients of the others stay in the gathered parameters, for the next step.
+    """
+    for module in model.modules():
+        if is_fsdp(module):
+            module.register_forward_pre_hook(_compute_again, prepend=True, with_kwargs=True)
+
+
+@not_compiled
+def _compute_again(module: Any, args: Any, kwargs: Any) -> Any:
+    state = module._get_fsdp_state()
+    if torch.is_grad_enabled() and state._training_state.name == "PRE_BACKWARD":
+        for group in fsdp_param_groups(module):
+            if group._training_state.name == "POST_BACKWARD":
+                group.pre_backward(not state._states_to_backward_prefetch)
+                args, kwargs = group._register_post_backward_hook(args, kwargs)
+    return args, kwargs
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """Ask no classes of tensors in the block: ``torch._C.DisableTorchFunctionSubclass``, which torch's pages use."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()

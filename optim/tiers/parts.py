@@ -24,6 +24,7 @@ from nvme_offload.offload._torch_private import (
     is_dtensor,
     is_fsdp,
     local_tensor,
+    reduce_every_call,
     refuse_conversion,
     sharded_like,
 )
@@ -300,6 +301,7 @@ def split_parameters(
         return Storage(gathered, accumulation_dtype or gathered)
 
     take_apart(model, storage_of)
+    reduce_every_call(model)
     return model
 
 

@@ -18,7 +18,7 @@ from nvme_offload.offload._fsdp_passes import (
     gather_outside_inference_mode,
     reduce_alike,
 )
-from nvme_offload.offload._torch_private import fsdp_params, is_compiled, refuse_conversion
+from nvme_offload.offload._torch_private import fsdp_params, is_compiled, reduce_every_call, refuse_conversion
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
 from nvme_offload.optim.layout.blocks import params_outside
@@ -139,6 +139,7 @@ def shard_model(
     if hasattr(model, "generate"):  # that of a model with encoder and decoder calls the encoder before the model
         register_fsdp_forward_method(model, "generate")
     train_through_any_output(model)
+    reduce_every_call(model)
     _gather_in_own_dtypes(model, plan)
     if mesh.size() == 1:
         for module in model.modules():

@@ -267,6 +267,31 @@ def look_at_backwards_left(mesh):
     assert left[-1] == 0, "when the gradient is whole"
 
 
+class CalledTwice(torch.nn.Linear):
+    """A root module, whose one block is called twice."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.block = torch.nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + sum(checkpointing.checkpoint(self.block, x, use_reentrant=True) for _ in range(2))
+
+
+def test_reduce_every_call(alone):
+    """FSDP2 alone gives the gradient of one call: where it gives both this is needed no longer."""
+    be_alone()
+    grads = []
+    for hook in (lambda model: None, private.reduce_every_call):
+        model = CalledTwice()
+        for module in (model.block, model):
+            fully_shard(module)
+        hook(model)
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        grads.append(model.block.weight.grad.full_tensor()[0, 0].item())
+    assert grads == [1.0, 2.0]
+
+
 def test_a_forward_is_counted_until_its_backward_comes(alone):
     be_alone()
     look_at_backwards_left(init_device_mesh("cpu", (1,)))

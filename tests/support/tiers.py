@@ -59,7 +59,7 @@ class Model(nn.Module):
         for use in self.uses:
             layer = self.layers[use]
             if self.checkpointing and self.training:
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, use_reentrant=self.checkpointing == "reentrant")
             else:
                 hidden = layer(hidden)
         return self.head(hidden) * 1.0
