@@ -55,7 +55,8 @@ def is_wrapped(data: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(data, Mapping) and list(data) == [WRAPPER]
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of the keys and values of an object in a file; ValueError: a key stands there twice."""
     section = dict(pairs)
     if len(section) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -65,7 +66,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": lambda text: json.loads(text, object_pairs_hook=_no_duplicates),
+    ".json": lambda text: json.loads(text, object_pairs_hook=no_duplicates),
     ".toml": tomllib.loads,
 }
 

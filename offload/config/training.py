@@ -27,7 +27,7 @@ def _dtype_schema(*names: str) -> WithJsonSchema:
 
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("fp32", "bf16", "fp16")]
 HalfDType = Annotated[Literal["bf16", "fp16"], BeforeValidator(_dtype), _dtype_schema("bf16", "fp16")]
-WarmUp = Annotated[Whole, AfterValidator(lambda steps: max(1, steps))]
+WarmUp = Annotated[Whole, AfterValidator(lambda steps: max(2, steps))]
 
 
 class Bf16Config(DeepSpeedModel):
@@ -140,7 +140,7 @@ class SchedulerParams(Section):
     warmup_min_ratio: float = key(0.0, "a number, 0..1", "same", "of lr", ge=0, le=1)
     """Learning rate at step 0 as a fraction of the optimizer's, 0..1. WarmupCosineLR."""
     warmup_num_steps: WarmUp = key(1000, "a whole number, 0 or more", "same", "steps", ge=0)
-    """Length of the warm-up in optimizer steps, 0 or more; 0 counts as 1, a first step at the least rate. All types."""
+    """Length of the warm-up in optimizer steps, 0 or more; less than 2 counts as 2, as in DeepSpeed. All types."""
     warmup_type: Literal["log", "linear"] = key("log", "one of these", "same")
     """Shape of the warm-up: the logarithm of the step, or the step. All types."""
     total_num_steps: Count | None = key(None, "a whole number, 1 or more", "same", "steps")

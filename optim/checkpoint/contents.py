@@ -60,6 +60,20 @@ class Item(NamedTuple):
     place: Place
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A load takes this of a checkpoint beside weights and buffers; all else stays as it is."""
+
+    strict: bool = True
+    """Whether model and checkpoint must have the same tensors. If not, those are taken that both have."""
+    optimizer: bool = True
+    """State of the optimizer, its hyperparameters and the loss scale."""
+    lr_scheduler: bool = True
+    """State of the schedule."""
+    counters: bool = True
+    """Steps taken."""
+
+
 @dataclass
 class Contents:
     """Everything that is saved and loaded: the items are those of this rank, the names those of all."""
@@ -84,6 +98,25 @@ class Contents:
         name = ".".join(path)
         self.kinds[name], self.paths[name] = kind, path
         return name
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Leave out all tensors but these."""
+        kept = set(names)
+        self.kinds = {name: kind for name, kind in self.kinds.items() if name in kept}
+        self.tied = {alias: name for alias, name in self.tied.items() if name in kept}
+        self.items = [item for item in self.items if item.name in kept]
+
+    def narrow(self, wanted: Wanted, metadata: Metadata) -> Metadata:
+        """Leave out of both, this and a checkpoint, what a load does not take of it; return what is left of that."""
+        saved = metadata.state_dict_metadata
+        if not wanted.optimizer:
+            self.steps = {}
+            self.keep(name for name in self.kinds if name.startswith(f"{MODEL}."))
+            saved = {name: entry for name, entry in saved.items() if name.startswith(f"{MODEL}.")}
+        if not wanted.strict:
+            self.keep(self.kinds.keys() & saved.keys())
+            saved = {name: saved[name] for name in saved if name in self.kinds or name in self.tied}
+        return replace(metadata, state_dict_metadata=saved)
 
     def add_param(self, name: str, shape: torch.Size, steps: int, rule: UpdateRule) -> torch.Tensor:
         """Take on a parameter of this whole shape that has state, and return its count of steps, an fp64 scalar.

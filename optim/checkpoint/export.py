@@ -29,12 +29,14 @@ def export_safetensors(
     own: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
     writes: bool | None = None,
+    frozen: bool = True,
 ) -> list[Path]:
     """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name.
 
     `writes`: whether this rank writes the files; by default rank 0 does.
     """
-    tensors = dict(weight_items(model))
+    is_left_out = {id(param) for param in model.parameters() if not (frozen or param.requires_grad)}
+    tensors = {name: tensor for name, tensor in weight_items(model) if id(tensor) not in is_left_out}
 
     def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
         return on_every_rank(partial(_cast, name, tensors[name], wanted), group)

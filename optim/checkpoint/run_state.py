@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.checkpoint.contents import Contents
+from nvme_offload.optim.checkpoint.contents import Contents, Wanted
 from nvme_offload.optim.durable.content import saved
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
@@ -39,6 +39,8 @@ class TrainingParts:
     """The ranks that have the other stages of the model, and this one; None without a pipeline."""
     node_local: bool = False
     """Whether each host has a folder of its own for checkpoints: `checkpoint.use_node_local_storage`."""
+    has_frozen: bool = True
+    """Whether parameters that were always frozen are saved."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
         raise ValueError(f"the checkpoint is of a run with {found}, this run has {own}; nothing was changed")
 
 
-def read_state(folder: Path, training: TrainingParts, contents: Contents) -> RunState:
+def read_state(folder: Path, training: TrainingParts, contents: Contents, wanted: Wanted) -> RunState:
     """Read both files of a checkpoint and check them against this training, changing nothing; raises as `load` does."""
     with _reading_state(folder):
         state = json.loads((folder / STATE).read_bytes())
@@ -150,7 +152,7 @@ def read_state(folder: Path, training: TrainingParts, contents: Contents) -> Run
         reason = str(error).splitlines()[0]
         raise CheckpointError(folder / OBJECTS, f"cannot be loaded without running code: {reason}") from error
     own = type(training.lr_scheduler).__name__ if training.lr_scheduler else None
-    if kind and own and kind != own:
+    if kind and own and kind != own and wanted.lr_scheduler:
         raise ValueError(f"the checkpoint has the schedule of a {kind}, this run a {own}; nothing was changed")
     known = {item.name for item in fields(LossScaler)}
     if loss_scale is not None and (not isinstance(loss_scale, dict) or loss_scale.keys() != known):
@@ -160,16 +162,18 @@ def read_state(folder: Path, training: TrainingParts, contents: Contents) -> Run
         lr_scheduler=schedule if kind else None,
         loss_scale=loss_scale,
         global_steps=global_steps,
-        groups=_matched(training, contents, groups),
+        groups=_matched(training, contents, groups) if wanted.optimizer else [],
     )
 
 
-def apply_state(state: RunState, training: TrainingParts) -> None:
+def apply_state(state: RunState, training: TrainingParts, wanted: Wanted) -> None:
     """Take over what `read_state` checked. What only one side has stays as it is; that is said."""
-    for group, options in zip(training.optimizer.param_groups, state.groups, strict=True):
+    for group, options in zip(training.optimizer.param_groups, state.groups, strict=wanted.optimizer):
         group.update(options)
-    _apply("a schedule", training.lr_scheduler, state.lr_scheduler)
-    _apply("a loss scale", training.loss_scaler, state.loss_scale)
+    if wanted.lr_scheduler:
+        _apply("a schedule", training.lr_scheduler, state.lr_scheduler)
+    if wanted.optimizer:
+        _apply("a loss scale", training.loss_scaler, state.loss_scale)
 
 
 def _apply(what: str, own: LRScheduler | LossScaler | None, saved: dict[str, Any] | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import shutil
 import warnings
 from base64 import b64decode, b64encode
@@ -31,9 +30,11 @@ from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
+    MODEL,
     Contents,
     StreamedLoadPlanner,
     StreamedSavePlanner,
+    Wanted,
     check_fits,
     contents_of,
 )
@@ -63,8 +64,6 @@ from nvme_offload.optim.checkpoint.storage import (
 )
 from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
 from nvme_offload.optim.state.condition import Need
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -200,9 +199,13 @@ def index_of(save: AgreedSave, items: PlannedItems, written: Iterable[RankFile])
 
 @torch.no_grad()
 def load(
-    training: TrainingParts, root: Path, tag: str | None, take_over: Callable[[Loaded], None] = lambda loaded: None
+    training: TrainingParts,
+    root: Path,
+    tag: str | None,
+    take_over: Callable[[Loaded], None],
+    wanted: Wanted,
 ) -> Loaded | None:
-    """Resume from a checkpoint; every rank must call it. None where `tag` is None and nothing was ever saved.
+    """Take what is `wanted` of a checkpoint; every rank must call it. None: `tag` is None and nothing was ever saved.
 
     `take_over` does what else belongs to a load. Until it is done the optimizer refuses to go on.
 
@@ -216,26 +219,27 @@ def load(
     site = CheckpointSite.of(training)
     found = site.found(root, tag)
     if found is None:
-        said = f"{root} holds no checkpoint (no file {files.LATEST!r}): nothing is loaded"
-        if on_first_rank(lambda: root.is_dir() and any(root.iterdir()), site.group):
-            warn_user(said)
-        else:  # the first start of a script that always asks
-            logger.info("%s", said)
+        why = f"no file {files.LATEST!r}" if on_first_rank(root.is_dir, site.group) else "there is no such folder"
+        warn_user(f"{root} holds no checkpoint ({why}): nothing is loaded")
         return None
     on_every_rank(lambda: _verify_share(found, dist.get_rank(site.group)), site.group)
     with store.at_rest(forgiving=True):
-        return _load(training, found, site, take_over)
+        return _load(training, found, site, take_over, wanted)
 
 
 def _load(
-    training: TrainingParts, found: FoundCheckpoint, site: CheckpointSite, take_over: Callable[[Loaded], None]
+    training: TrainingParts,
+    found: FoundCheckpoint,
+    site: CheckpointSite,
+    take_over: Callable[[Loaded], None],
+    wanted: Wanted,
 ) -> Loaded:
     store, group, folder = training.optimizer.store, training.group, found.folder
 
     def prepare() -> tuple[LiveValues, Contents]:
         store.table.check_layouts()
         store.place_trainable()
-        values = LiveValues(store, anew=True)
+        values = LiveValues(store, anew=wanted.strict and wanted.optimizer)
         return values, _contents_of(training, values)
 
     values, contents = on_every_rank(prepare, group)
@@ -243,10 +247,11 @@ def _load(
 
     def compare() -> tuple[Metadata, RunState]:
         take_on_stages(contents, stages)
-        check_same_optimizer(folder, training)
-        metadata = read_metadata(folder, found.manifest)
+        if wanted.optimizer:
+            check_same_optimizer(folder, training)
+        metadata = contents.narrow(wanted, read_metadata(folder, found.manifest))
         check_fits(contents, metadata)
-        return metadata, read_state(folder, training, contents)
+        return metadata, read_state(folder, training, contents, wanted)
 
     metadata, state = on_every_rank(compare, group)
     store.pipeline.forget_failures()
@@ -264,7 +269,7 @@ def _load(
 
     on_every_rank(finish, group)
     store.table.count_steps({index: int(step) for index, step in contents.steps.items()})
-    apply_state(state, training)
+    apply_state(state, training, wanted)
     loaded = Loaded(folder, state.client_state, state.global_steps)
     take_over(loaded)
     store.be_whole()  # last: whatever stopped it, the load is done or it is not
@@ -274,6 +279,11 @@ def _load(
 def _contents_of(training: TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names.extend(names_of_groups(training.optimizer, contents))
+    if not training.has_frozen:
+        placed = set(contents.names.values())
+        params = dict(training.model.named_parameters(remove_duplicate=False))
+        frozen = {f"{MODEL}.{name}" for name, param in params.items() if not param.requires_grad and name not in placed}
+        contents.keep(contents.kinds.keys() - frozen)
     return contents
 
 

@@ -24,6 +24,10 @@ class EnginePart:
         self._module = module
         self._kept: list[str] | None = None
 
+    def scale_by(self, scaler: LossScaler) -> None:
+        """See `OffloadEngine.scale_by`."""
+        self.scaler = scaler
+
     def taken(self, lr_scheduler: LRScheduler | None) -> dict[str, Any]:
         """Return it as it is now."""
         return {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from nvme_offload.offload.units import parse_bytes
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import begin_save
+from nvme_offload.optim.checkpoint.contents import Wanted
 from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
@@ -47,6 +49,13 @@ _NONE = (
     "output, used frozen parameters alone, or hid its tensors (in a closure, in an object of an extension: return them "
     "in a dict). Nothing has moved, and the step begins anew with its first micro-batch"
 )
+
+
+def _folder(given: str | Path, method: str) -> Path:
+    """Return the folder that a call was given; ValueError for none: "" would be wherever the job was started."""
+    if not given:
+        raise ValueError(f"engine.{method}: the folder is {given!r}: name one; '.' is the current folder")
+    return user_path(given)
 
 
 _BACKWARD_TWICE = (
@@ -167,6 +176,15 @@ class OffloadEngine:
     def loss_scale(self) -> float:
         """Return what the loss of the next micro-batch is multiplied by; 1 without fp16."""
         return self._part.scaler.loss_scale if self._part.scaler else 1.0
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """Decides the loss scale; None without fp16."""
+        return self._part.scaler
+
+    def scale_by(self, scaler: LossScaler) -> None:
+        """Let another decide the loss scale, before the first step."""
+        self._part.scale_by(scaler)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters: this rank's shards, as the optimizer has them."""
@@ -529,6 +547,7 @@ class OffloadEngine:
         *,
         background: bool = False,
         share: float = 0.25,
+        frozen: bool = True,
     ) -> bool:
         """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
 
@@ -542,6 +561,7 @@ class OffloadEngine:
                 run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next save
                 or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
             share: of the time that writing in the background may take, above 0, at most 1.
+            frozen: whether parameters that were always frozen are written. Without, load with ``strict=False``.
 
         Returns:
             True.
@@ -558,11 +578,12 @@ class OffloadEngine:
             raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")
         self._between_steps("save_checkpoint")
         self._end_background()
+        folder, training = _folder(dir, "save_checkpoint"), replace(self._training, has_frozen=frozen)
         with self._peers.named():
             if background:
-                self._save_in_background(user_path(dir), tag, client_state, share)
+                self._save_in_background(training, folder, tag, client_state, share)
             else:
-                checkpoint.save(self._training, user_path(dir), tag, client_state)
+                checkpoint.save(training, folder, tag, client_state)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -583,24 +604,38 @@ class OffloadEngine:
         self,
         dir: str | Path,  # noqa: A002  # the public name
         tag: str | None = None,
+        *,
+        strict: bool = True,
+        optimizer: bool = True,
+        lr_scheduler: bool = True,
+        counters: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Resume from a checkpoint, saved by any number of ranks on any tier; every rank must call it.
+
+        With the last three false it takes the weights and buffers alone. What is not taken stays as it is.
 
         Args:
             dir: as for `save_checkpoint`.
             tag: by default the latest.
+            strict: whether all tensors must be in both, model and checkpoint; else those are taken that both have.
+            optimizer: take the optimizer's state, its hyperparameters and the loss scale.
+            lr_scheduler: take the state of the schedule.
+            counters: take `global_steps`.
 
         Returns:
-            Its folder and the `client_state`; None twice where `dir` holds no checkpoint at all;
-            a warning if it holds anything else.
+            Its folder and the `client_state`; None twice, and a warning, where `dir` holds no checkpoint at all.
 
         Raises:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
         self._end_background()
-        root, go_on = user_path(dir), lambda found: self._go_on_from(found.global_steps)
-        loaded = checkpoint.load(self._training, root, tag, go_on)
+        wanted = Wanted(strict, optimizer, lr_scheduler, counters)
+
+        def go_on(found: checkpoint.Loaded) -> None:
+            self._go_on_from(found.global_steps if counters else self.global_steps)
+
+        loaded = checkpoint.load(self._training, _folder(dir, "load_checkpoint"), tag, go_on, wanted)
         if loaded is None:
             return None, None
         if self.optimizer.is_durable:  # what was before is not gone back to
@@ -609,12 +644,17 @@ class OffloadEngine:
         return str(loaded.path), loaded.client_state
 
     def _save_in_background(
-        self, root: Path, tag: str | None, client_state: Mapping[str, Any] | None, share: float
+        self,
+        training: TrainingParts,
+        root: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        share: float,
     ) -> None:
         commits = self.optimizer.durable.commits
         manifest = commits.pin(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
         try:
-            save = begin_save(self._training, manifest, root, tag, client_state, share)
+            save = begin_save(training, manifest, root, tag, client_state, share)
         except BaseException:
             commits.unpin()
             raise
@@ -628,6 +668,8 @@ class OffloadEngine:
         dir: str | Path,  # noqa: A002  # as above
         dtype: str = "fp32",
         max_shard_bytes: int | str = "1GiB",
+        *,
+        frozen: bool = True,
     ) -> list[Path]:
         """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
 
@@ -637,6 +679,7 @@ class OffloadEngine:
             dtype: ``fp32``, ``bf16`` or ``fp16``; or ``own``: each weight as the forward has it. Modules that stay fp32
                 in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Under autocast all are fp32.
             max_shard_bytes: of one file, as bytes or ``"1GiB"``; a larger tensor has a file of its own.
+            frozen: whether parameters that require no gradient are written.
 
         Returns:
             The files.
@@ -652,9 +695,9 @@ class OffloadEngine:
                 "engine.export_safetensors: this module is one stage of a pipeline; save a checkpoint, load it into "
                 "the whole model (without 'pp' in the mesh, on any number of ranks), and export there"
             )
-        folder, most = user_path(dir), parse_bytes(max_shard_bytes)
+        folder, most = _folder(dir, "export_safetensors"), parse_bytes(max_shard_bytes)
         own, writes = self.precision_plan.own, CheckpointSite.of(self._training).is_keeper
-        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes)
+        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes, frozen)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.
@@ -675,9 +718,11 @@ class OffloadEngine:
         self,
         dir: str | Path,  # noqa: A002  # as above
         max_shard_bytes: int | str = "1GiB",
+        *,
+        frozen: bool = True,
     ) -> bool:
         """Write the weights in the 16-bit compute dtype, or bf16 if there is none: see `export_safetensors`."""
-        self.export_safetensors(dir, "fp16" if self.config.fp16.enabled else "bf16", max_shard_bytes)
+        self.export_safetensors(dir, "fp16" if self.config.fp16.enabled else "bf16", max_shard_bytes, frozen=frozen)
         return True
 
     @property

@@ -66,7 +66,6 @@ def _rate_of(section: SchedulerConfig, optimizer: Optimizer, group: dict[str, An
 
 def warmup_factor(step: int, num_steps: int, kind: str) -> float:
     """Return the part of the way to the full learning rate: 0 at step 0, at most 1 before step `num_steps`."""
-    num_steps = max(2, num_steps)
     return step / num_steps if kind == "linear" else math.log(step + 1) / math.log(num_steps)
 
 

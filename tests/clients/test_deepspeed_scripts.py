@@ -11,7 +11,6 @@ from pathlib import Path
 import nvme_offload.deepspeed.comm as comm
 import pytest
 import torch
-from nvme_offload.deepspeed.accelerator import get_accelerator
 from nvme_offload.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from nvme_offload.deepspeed.moe.layer import MoE
 from nvme_offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -20,6 +19,7 @@ from torch import nn
 
 import nvme_offload
 import nvme_offload.deepspeed as deepspeed
+from nvme_offload.deepspeed.accelerator import get_accelerator
 from tests.support.build import section
 from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows
@@ -204,8 +204,6 @@ def test_a_gpt_that_is_made_within_zero_init(alone, tmp_path):
         engine.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert engine.save_16bit_model(tmp_path / "weights", "pytorch_model.bin")
-    assert (tmp_path / "weights" / "model.safetensors").exists()
     engine.destroy()
 
 
@@ -310,8 +308,14 @@ def test_what_is_not_done_is_refused_by_name(alone, tmp_path):
     with pytest.raises(ValueError, match="has taken steps"):
         deepspeed.initialize(model=model, config=config, optimizer=stepped)
     engine, *_ = deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 0.1}))
-    with pytest.raises(TypeError, match="load_module_only = True is not done here"):
-        engine.load_checkpoint(tmp_path, load_module_only=True)
+    with pytest.raises(TypeError, match=r"load_checkpoint: custom_load_fn = .* is not done here; write None"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+    with pytest.raises(TypeError, match=r"save_checkpoint: save_latest = False is not done here"):
+        engine.save_checkpoint(tmp_path, save_latest=False)
+    with pytest.raises(AttributeError, match=r"engine\.offload_states is not there.*from_deepspeed\.md"):
+        _ = engine.offload_states
+    with pytest.raises(AttributeError, match=r"optimizer\.bit16_groups_flat is not there.*from_deepspeed\.md"):
+        _ = engine.optimizer.bit16_groups_flat
     engine.destroy()
 
 
@@ -323,7 +327,7 @@ def test_a_change_after_an_evaluation_is_in_what_is_saved(alone, tmp_path):
         engine(torch.ones(2, 4))  # which leaves gathered copies, at stages below 3
     expected = engine.module[0].weight.full_tensor() + 1
     engine.module[0].weight.data += 1
-    assert engine.save_16bit_model(tmp_path / "weights")
+    assert engine.save_16bit_model(tmp_path / "weights", "model.safetensors")
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["0.weight"], expected.bfloat16())
     with pytest.warns(RuntimeWarning, match=r"has the shards of this rank.*save_16bit_model"):
         engine.module.state_dict()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import warnings
 from unittest.mock import Mock
 
 import pytest
@@ -277,8 +276,12 @@ def test_no_checkpoint_is_no_error_but_a_missing_one_is(engine, saved, tmp_path)
     (tmp_path / "other" / "notes").mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="other holds no checkpoint"):
         assert engine.load_checkpoint(tmp_path / "other") == (None, None)
-    with warnings.catch_warnings(action="error"):  # the first start of a script that always asks
+    with pytest.warns(RuntimeWarning, match=r"missing holds no checkpoint \(there is no such folder\)"):
         assert engine.load_checkpoint(tmp_path / "missing") == (None, None)
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.export_safetensors, engine.save_16bit_model):
+        for folder in ("", None):
+            with pytest.raises(ValueError, match=r"the folder is .*: name one; '\.' is the current folder"):
+                call(folder)
     with pytest.raises(CheckpointError, match="better does not exist; checkpoints there: good"):
         engine.load_checkpoint(tmp_path, "better")
     (tmp_path / "latest").write_text("gone")

@@ -1,0 +1,150 @@
+"""As ``deepspeed.utils``: whole values of parameters, leaf modules, and what scripts print with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvme_offload.deepspeed.loaders import RepeatingLoader
+from nvme_offload.deepspeed.refusal import refused_names
+from nvme_offload.offload.host.available_memory import available_bytes
+from nvme_offload.offload.units import format_bytes
+from nvme_offload.optim.access.full_values import (
+    get_full_grad,
+    get_full_optimizer_state,
+    get_full_param,
+    set_full_grad,
+    set_full_optimizer_state,
+    set_full_param,
+)
+from nvme_offload.optim.checkpoint.read_weights import read_weights
+
+__all__ = [
+    "RepeatingLoader",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_z3_leaf_modules",
+    "instrument_w_nvtx",
+    "load_state_dict_from_zero_checkpoint",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "see_memory_usage",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+logger = logging.getLogger("nvme_offload.deepspeed")
+
+safe_get_full_fp32_param = get_full_param
+safe_set_full_fp32_param = set_full_param
+safe_get_full_grad = get_full_grad
+safe_set_full_grad = set_full_grad
+safe_get_full_optimizer_state = get_full_optimizer_state
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set the whole of a state of a parameter; see `set_full_optimizer_state`."""
+    set_full_optimizer_state(param, optim_state_key, value)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark a module as a leaf, or as none. Nothing else depends on it: blocks are gathered as a whole in any case."""
+    model._z3_leaf = flag  # type: ignore[assignment]  # DeepSpeed's name
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of some classes as leaves; return them. ValueError: there is none of such a class."""
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take `set_z3_leaf_modules` back; return the modules. ValueError: there is none of such a class."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked as a leaf."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are marked as leaves."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _mark(model: nn.Module, kinds: Sequence[type | str], flag: bool, raises: bool) -> list[nn.Module]:
+    def is_meant(module: nn.Module) -> bool:
+        own = type(module)
+        names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
+        return any(kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in kinds)
+
+    found = [module for module in model.modules() if is_meant(module)]
+    if not found and raises:
+        raise ValueError(f"No modules of type {kinds} found in model {model}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on some ranks; on all where there is none named, or -1 is."""
+    own, wanted = dist.get_rank() if dist.is_initialized() else -1, list(ranks or ())
+    if not wanted or -1 in wanted or own in (*wanted, -1):
+        logger.log(level, "[Rank %d] %s", own, message)
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """Return the function: ``torch.profiler`` shows it."""
+    return func
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log on rank 0 what the process's GPU holds, and what the host has left; only with `force`."""
+    if force and (not dist.is_initialized() or dist.get_rank() == 0):
+        used = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        said = f"{message}: {format_bytes(used)} of the GPU, at most {format_bytes(most)}"
+        logger.info("%s; %s of the host are free", said, format_bytes(available_bytes()))
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, **unused: Any
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint of this package, in host memory, by one process alone.
+
+    Raises:
+        TypeError: frozen parameters are to be left out, which a checkpoint does not tell from buffers.
+        CheckpointError: there is none, or a file of it is damaged.
+    """
+    if exclude_frozen_parameters:
+        raise TypeError("exclude_frozen_parameters = True: save with exclude_frozen_parameters=True in its place")
+    return read_weights(Path(checkpoint_dir), tag)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the weights of a checkpoint of this package into a plain model, and return it; see above."""
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+__getattr__ = refused_names(__name__)

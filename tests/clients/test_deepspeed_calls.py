@@ -1,0 +1,255 @@
+"""Calls that scripts for DeepSpeed make beside the loop: parts of checkpoints, values, sections with comments."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import nvme_offload.deepspeed as deepspeed
+from nvme_offload import ConfigError
+from nvme_offload.deepspeed.utils import (
+    get_fp32_state_dict_from_zero_checkpoint,
+    get_z3_leaf_modules,
+    load_state_dict_from_zero_checkpoint,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    set_z3_leaf_modules,
+)
+from tests.support.build import section
+from tests.support.ranks import run_ranks
+
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+
+
+def made(folder, stage=3, *, params="none", precision="bf16", **more):
+    """A door's engine whose first layer is frozen and whose second has a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    model[1].register_buffer("seen", torch.zeros(2))
+    config = section(folder, stage=stage, adamw={"lr": 0.1}, scheduler=SCHEDULER, **more)
+    keys = {"bf16": {}, "fp16": {"initial_scale_power": 4}}
+    config |= {precision: {"enabled": True, **keys[precision]}} if precision in keys else {}
+    if params == "nvme":
+        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(folder)}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def trained(engine, steps):
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 4)).float().square().sum())
+        engine.step()
+    engine.module[1].seen += steps
+    return engine
+
+
+def values(engine):
+    """Weights, first moments, step counts and the buffer."""
+    params = dict(engine.named_parameters())
+    weights = {name: safe_get_full_fp32_param(param) for name, param in params.items()}
+    of_state = [param for param in params.values() if param.requires_grad]
+    moments = [safe_get_full_optimizer_state(param, "exp_avg") for param in of_state]
+    steps = [int(safe_get_full_optimizer_state(param, "step")) for param in of_state]
+    return weights, moments, steps, engine.module[1].seen.clone()
+
+
+def same(first, second):
+    return torch.equal(torch.cat([each.flatten() for each in first]), torch.cat([each.flatten() for each in second]))
+
+
+def parts_of_checkpoints(rank, world_size, folder, stage, options):
+    """What a run of one step takes of a checkpoint of three, by the arguments of the call."""
+    saved = trained(made(folder, stage, **options), 3)
+    saved.save_checkpoint(f"{folder}/saved", client_state={"epoch": 2})
+    weights, moments, steps, seen = values(saved)
+    saved.destroy()
+    only = {"load_optimizer_states": False}
+    for wanted in ({}, only, {**only, "load_lr_scheduler_states": False}, {"load_module_only": True}):
+        engine = trained(made(folder, stage, **options), 1)
+        _, own_moments, own_steps, _ = values(engine)
+        path, client = engine.load_checkpoint(f"{folder}/saved", **wanted)
+        found = values(engine)
+        assert path.endswith("global_step3")
+        assert same(found[0].values(), weights.values())
+        assert torch.equal(found[3], seen)
+        has_moments = not wanted
+        assert same(found[1], moments if has_moments else own_moments)
+        assert found[2] == (steps if has_moments else own_steps)
+        is_alone = "load_module_only" in wanted
+        assert client == ({} if is_alone else {"epoch": 2})
+        assert engine.global_steps == (1 if is_alone else 3)
+        has_schedule = not is_alone and "load_lr_scheduler_states" not in wanted
+        assert engine.lr_scheduler.last_batch_iteration == (2 if has_schedule else 0)
+        trained(engine, 1)  # it goes on
+        engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("options", [{}, {"params": "nvme"}, {"precision": "fp32"}], ids=["bf16", "on_nvme", "fp32"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_gives_what_is_asked_for_and_leaves_the_rest(alone, tmp_path, stage, options):
+    assert parts_of_checkpoints(0, 1, str(tmp_path), stage, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_ranks_take_parts_of_a_checkpoint(tmp_path, stage):
+    assert run_ranks(parts_of_checkpoints, 2, str(tmp_path), stage, {"precision": "fp16"})
+
+
+def test_frozen_parameters_are_left_out_and_a_load_that_is_not_strict_keeps_the_own(alone, tmp_path):
+    engine = trained(made(tmp_path), 2)
+    engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+    whole = values(engine)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    assert found.keys() == {"1.weight", "1.bias", "2.weight", "2.bias", "1.seen"}
+    assert all(torch.equal(found[name], whole[name]) for name in found if name != "1.seen")
+    plain = nn.Sequential(*(nn.Linear(4, size) for size in (4, 4, 3)))
+    assert torch.equal(load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved")[2].bias, whole["2.bias"])
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert engine.save_16bit_model(tmp_path / "weights", name, exclude_frozen_parameters=True)
+    weights = torch.load(tmp_path / "weights" / "pytorch_model.bin")
+    assert weights.keys() == load_file(tmp_path / "weights" / "model.safetensors").keys() == found.keys()
+    assert torch.equal(weights["1.weight"], whole["1.weight"].bfloat16())
+    assert engine.module_state_dict().keys() == {"0.weight", "0.bias", *found}
+    engine.destroy()
+    engine = made(tmp_path)
+    safe_set_full_fp32_param(engine.module[0].weight, torch.full((4, 4), 7.0))
+    with pytest.raises(ValueError, match=r"not in the checkpoint: model\.0\.bias, model\.0\.weight"):
+        engine.load_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+    weights = values(engine)[0]
+    assert weights.pop("0.weight").unique().tolist() == [7.0]
+    assert all(torch.equal(weights[name], whole[name]) for name in weights)
+    engine.load_module_state_dict({name: torch.full_like(value, 2.0) for name, value in weights.items()}, strict=False)
+    assert {float(value) for value in values(engine)[0]["1.weight"].flatten()} == {2.0}
+    with pytest.raises(KeyError, match=r"not in both.*0\.weight"):
+        engine.load_module_state_dict(weights)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_of_parameters_are_read_and_set_by_deepspeeds_names(alone, tmp_path, stage):
+    engine = trained(made(tmp_path, stage), 1)
+    param = engine.module[2].weight
+    engine.backward(engine(torch.ones(2, 4)).float().square().sum())
+    assert safe_get_full_grad(param).abs().sum() > 0
+    safe_set_full_grad(param, torch.zeros(3, 4))
+    safe_set_full_optimizer_state(param, torch.zeros(3, 4), "exp_avg")
+    before = safe_get_full_fp32_param(param)
+    engine.step()
+    assert engine.was_step_applied()
+    assert torch.equal(safe_get_full_fp32_param(param), before * (1 - 0.01 * float(engine.lr_scheduler.min_lrs[0])))
+    assert (engine.skipped_steps, engine.micro_steps, engine.optimizer.overflow) == (0, 2, False)
+    assert engine.get_mom() == [(0.9, 0.999)]
+    engine.destroy()
+
+
+class Computing(nn.Module):
+    """Its constructor computes a buffer, numbers, a scale, and a parameter that is filled before it is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.scale = nn.Parameter(torch.full((8,), 0.1))
+        filled = torch.empty(8)
+        filled.fill_(0.3)
+        self.shift = self.also = nn.Parameter(filled)
+
+    def forward(self, x):
+        return self.norm(self.first(x)) * self.scale + self.shift + self.frequencies.sum()
+
+
+def computed(rank, world_size, folder):
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init():
+        model = Computing()
+        model.drawn = nn.Parameter(torch.randn(8))
+    model.late = nn.Linear(8, 2)
+    assert {param.device.type for param in (model.first.weight, model.scale, model.shift)} == {"meta"}
+    assert model.shift is model.also
+    expected, rates = model.frequencies.clone(), model.rates
+    engine = deepspeed.initialize(model=model, config=section(folder, adamw={"lr": 0.1}))[0]
+    found = values_of(engine)
+    assert torch.equal(engine.module.frequencies, expected)
+    assert rates == pytest.approx([0, 0.05, 0.1])
+    assert found["scale"].unique().tolist() == pytest.approx([0.1])
+    assert found["shift"].unique().tolist() == pytest.approx([0.3])
+    assert found["norm.weight"].unique().tolist() == [1]
+    trained_loss = engine(torch.ones(2, 8)).sum() + engine.module.drawn.sum() * 0
+    engine.destroy()
+    return found, trained_loss.detach()
+
+
+def values_of(engine):
+    return {name: safe_get_full_fp32_param(param) for name, param in engine.named_parameters()}
+
+
+def test_zero_init_keeps_what_a_constructor_computes(alone, tmp_path):
+    found, _ = computed(0, 1, str(tmp_path))
+    assert 0 < found["first.weight"].abs().max() < 1
+
+
+@pytest.mark.slow
+def test_what_a_constructor_draws_is_rank_0s_on_all_ranks(tmp_path):
+    first, second = run_ranks(computed, 2, str(tmp_path))
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[0]["drawn"].unique().numel() == 8
+
+
+class Borrowing(nn.Module):
+    """Its blocks use a weight of the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+        deepspeed.zero.register_external_parameter(self, self.blocks[0][0].weight)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) + nn.functional.linear(x, self.blocks[0][0].weight)
+        return x
+
+
+def test_a_registered_parameter_of_another_module_is_whole_in_a_forward(alone, tmp_path):
+    torch.manual_seed(0)
+    model, batch = Borrowing(), torch.ones(2, 8)
+    expected = model(batch).detach()
+    assert set_z3_leaf_modules(model, [nn.ModuleList]) == get_z3_leaf_modules(model) == [model.blocks]
+    with pytest.raises(ValueError, match="No modules of type"):
+        set_z3_leaf_modules(model, [nn.Conv1d])
+    engine = deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 0.1}))[0]
+    found = engine(batch)
+    assert torch.equal(found, expected)
+    engine.backward(found.sum())
+    engine.step()
+    engine.destroy()
+
+
+COMMENTED = """{
+  # a comment, and "a string" in it
+  "optimizer": {"type": "AdamW", "params": {"lr": 0.125,}}, // another, of a URL: https://here
+  /* and { one
+     of two lines */
+  "train_micro_batch_size_per_gpu": 2, "run_log": %s,
+}"""
+
+
+def test_sections_have_deepspeeds_comments(alone, tmp_path):
+    log = json.dumps(str(tmp_path / "a#b, c,}.jsonl"))
+    (tmp_path / "section.hjson").write_text(COMMENTED % log)
+    engine, _, _, _ = deepspeed.initialize(model=nn.Linear(2, 2), config=str(tmp_path / "section.hjson"))
+    assert (engine.get_lr(), engine.train_micro_batch_size_per_gpu()) == ([0.125], 2)
+    assert str(engine.engine.config.run_log).endswith("a#b, c,}.jsonl")
+    engine.destroy()
+    (tmp_path / "twice.json").write_text('{"optimizer": {}, # twice\n "optimizer": {}}')
+    with pytest.raises(ConfigError, match=r"twice\.json: line 1.*comments and commas too many are read"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=str(tmp_path / "twice.json"))
