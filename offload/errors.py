@@ -8,6 +8,8 @@ mean what they mean elsewhere::
       WeightsError         weight files do not fit the model, or are no intact safetensors files
     OSError
       SwapIOError          a request failed: path, offset, size, direction, errno, and what to do
+        MissingError       a file or a folder is not there; ExistsError: one that has to be new is there
+        RemovedError       files of a durable run that goes on were removed or moved: which, and what to do
         EngineLostError    the engine broke, and every request fails: what forbade it, and what to do
         OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
         ForeignFolderError a run's folder, or what is in it, may be somebody else's: which, and why
@@ -53,11 +55,17 @@ _REMEDIES = {
     "nvme_path on another file system",
     errno_names.EIO: "the drive reported an error, and this range cannot be trusted: look at `dmesg` and "
     "`smartctl -a`, and put nvme_path on another drive",
+    errno_names.ESTALE: "the file system behind this mount is another one now, or gone: unmount it (`umount -l`), "
+    "mount it again and start again, or put nvme_path on another drive",
+    errno_names.ENOTCONN: "the process or the server behind this mount has ended (FUSE, a network): unmount it "
+    "(`umount -l`), mount it again and start again, or put nvme_path on another drive",
     errno_names.EINVAL: "most often direct I/O with an unaligned address, offset or size, or a file system "
     "without direct I/O: keep aio.block_size a multiple of 4096, put nvme_path on ext4 or XFS, or set "
     'aio.direct to "optional"',
     errno_names.EMFILE: "this process has as many files open as it may: raise the limit (`ulimit -n`), or close what "
     "it does not need; each optimizer and each TensorSwapper has about seven of its own",
+    errno_names.ENFILE: "this machine has as many files open as it may: raise `sysctl fs.file-max`, or end what has "
+    "them",
     errno_names.EFBIG: "no file here may be so long: raise the limit (`ulimit -f`), or use another file system",
     errno_names.ENODATA: "the file ended before this range did: something truncated it while it was in use; "
     "leave the files below nvme_path alone while a run is alive",
@@ -149,6 +157,28 @@ class SwapIOError(OSError):
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = {name: getattr(self, name) for name in self._arguments}
         return partial(type(self), **arguments), (), self.__dict__
+
+
+class MissingError(SwapIOError, FileNotFoundError):
+    """A file or a folder is not there."""
+
+
+class ExistsError(SwapIOError, FileExistsError):
+    """A file or a folder that has to be new is there."""
+
+
+class RemovedError(SwapIOError):
+    """Somebody removed or moved files of a durable run that goes on; `extent` names them."""
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do about the error."""
+        return (
+            "somebody removed or moved what this run has open. It goes on in files that nobody finds any more, so what "
+            "it commits cannot be resumed. If they were moved, move them back: the next commit lasts. Else save a "
+            "checkpoint while this process lives (`engine.save_checkpoint`, or `torch.save` of the state dicts), and "
+            "start again from that"
+        )
 
 
 class EngineLostError(SwapIOError):

@@ -1,6 +1,7 @@
 """Style as a test: what reviewers would otherwise have to say again and again."""
 
 import ast
+import builtins
 import functools
 import re
 import subprocess
@@ -191,6 +192,23 @@ def test_modules_go_in_no_circle(package):
         for name in free:
             del imports[name]
     assert not imports, f"modules that import each other, or one that does: {sorted(imports)}"
+
+
+ASKS_DRIVES = ROOT / "offload" / "storage" / "drive.py"
+ON_DRIVES = [path for room in ("storage", "durable") for path in (ROOT / "offload" / room).rglob("*.py")]
+NO_IO = re.compile(r"os\.(getpid|geteuid|strerror|fspath|environ\.get|path\.samestat)$")
+IO = re.compile(
+    r"os\.|fcntl\.|shutil\.|(open|Descriptor|sync_file|sync_data|sync_folder|make_folder)$|.*\.(chmod|exists|glob|is_dir|"
+    r"is_file|is_symlink|iterdir|lstat|mkdir|read_bytes|read_text|rename|rmdir|stat|touch|unlink|write_\w+)$"
+)
+
+
+@of_every([path for path in ON_DRIVES if path != ASKS_DRIVES])
+def test_system_calls_about_drives_go_one_way(path):
+    """They are asked for, so that each error names its place; see `offload.storage.drive`."""
+    calls = [(node.lineno, ast.unparse(node.func)) for node in nodes_of(parsed(path)) if isinstance(node, ast.Call)]
+    wrong = [f"line {line}: {call}" for line, call in calls if IO.match(call) and not NO_IO.match(call)]
+    assert not wrong, f"{', '.join(wrong)}: write drive.ask(path, ...)"
 
 
 MAX_MODULES_OF_A_STEP = 60
@@ -443,7 +461,7 @@ def test_classes_have_few_attributes():
 
 
 def test_there_is_no_mixin():
-    """A class has one base of ours, or is a Protocol."""
+    """A class has one base of ours, or is a Protocol; an error may be one of Python's besides."""
     own = {kind.name for kind in classes()}
     found = [
         kind.name
@@ -451,6 +469,7 @@ def test_there_is_no_mixin():
         if len(kind.bases) > 1
         and own & {ast.unparse(base).partition("[")[0] for base in kind.bases}
         and "Protocol" not in map(ast.unparse, kind.bases)
+        and not all(hasattr(builtins, ast.unparse(base)) for base in kind.bases[1:])
     ]
     assert not found, f"{found}: hold an object instead of inheriting its methods"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nvme_offload.offload.durable.chain import check_rows
-from nvme_offload.offload.durable.directory import read_about
-from nvme_offload.offload.durable.identity import Identity, read_identity
+from nvme_offload.offload.durable.directory import ABOUT_NAME, read_about
+from nvme_offload.offload.durable.identity import MADE_AGAIN, Identity, read_identity
 from nvme_offload.offload.durable.manifest import NAMES, Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.snapshots import Snapshots
@@ -25,7 +25,8 @@ class CommittedRank:
         self._folders = sorted(places, key=lambda folder: places[folder]["path"])
         where = folders[0]
         if not places:
-            raise ResumeError(where, "says nothing of its run: nothing was committed there")
+            what = f"has no {ABOUT_NAME}: nothing was committed, or the file {MADE_AGAIN}"
+            raise ResumeError(where, what)
         own = [(places[folder]["path"], places[folder]["num_paths"]) for folder in self._folders]
         if own != [(place, len(own)) for place in range(len(own))]:
             raise ResumeError(where, "is of a run with further paths: name the folders of nvme_path that it had")

@@ -11,8 +11,8 @@ knows that nobody writes into the file any more. A lock on a file of its own fal
 The names begin otherwise than those of `storage.run_directory`: no version of this package takes them for leftovers.
 """
 
-import errno
 import json
+import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,7 +21,8 @@ from typing import Any
 
 from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable import owner
-from nvme_offload.offload.errors import ForeignFolderError, ResumeError, SwapIOError
+from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
 from nvme_offload.offload.storage.run_folder import is_at, make_run_folder, read_in, replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
@@ -64,16 +65,14 @@ def parse_directory(directory: Path) -> tuple[str, int] | None:
 
 
 def read_about(directory: Path) -> dict[str, Any] | None:
-    """Return what `DurableDirectory.write_about` wrote, or None; ResumeError: it is damaged, or of a newer version."""
+    """Return what `DurableDirectory.say` wrote, or None; ResumeError: it is damaged, or of a newer version."""
     path = directory / ABOUT_NAME
     try:
         about: dict[str, Any] = json.loads(read_in(directory, ABOUT_NAME))
         written_by = about["format"]
     except FileNotFoundError:
         return None
-    except ForeignFolderError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     if written_by != FORMAT:
         raise ResumeError(
@@ -93,14 +92,8 @@ class DurableDirectory:
     def __init__(self, path: Path, name: str, rank: int) -> None:
         self.path = directory_of(path, name, rank)
         self.name = name
-        try:
-            remove_leftovers(path)
-            make_run_folder(self.path)
-        except ForeignFolderError:
-            raise
-        except OSError as error:
-            code = error.errno or errno.EIO
-            raise SwapIOError(code, path=path, direction="allocate", extent="nvme_path") from error
+        remove_leftovers(path)
+        make_run_folder(self.path)
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
         """Open or make the swap file, and lock it after a dead run's last transfers; StateError names a live one."""
@@ -111,7 +104,7 @@ class DurableDirectory:
                 owner.lock(swap.fd, self.path, self.name, closed_here=not is_open)
                 if is_at(swap.path, swap.fd):
                     owner.Owner.this().note_in(self.path)
-                    sync_folder(self.path)
+                    drive.ask(self.path, sync_folder, self.path)
                     swap.close_in_children()
                     _open.add(self)
                     return swap
@@ -121,15 +114,17 @@ class DurableDirectory:
             swap.close()  # somebody removed the run while it was opened
             make_run_folder(self.path)
 
-    def write_about(self, about: Mapping[str, Any]) -> None:
-        """Say what this is the directory of. Lasts when it returns."""
-        replace_in(self.path, ABOUT_NAME, json.dumps({"format": FORMAT, **about}, indent=1).encode())
+    def say(self, about: Mapping[str, Any]) -> None:
+        """Say what this is the directory of; if that is said, on which hosts the ranks are. Lasts when it returns."""
+        there = read_about(self.path)
+        said = {"format": FORMAT, **(there or about), "hosts": about["hosts"]}
+        if said != there:
+            replace_in(self.path, ABOUT_NAME, json.dumps(said, indent=1).encode())
 
-    def update_about(self, hosts: Mapping[str, str]) -> None:
-        """Say on which hosts the ranks are now."""
-        about = read_about(self.path)
-        if about is not None and about["hosts"] != hosts:
-            self.write_about(about | {"hosts": hosts})
+    def say_again(self, about: Mapping[str, Any]) -> None:
+        """Say it if somebody has removed the file."""
+        if not drive.ask(self.path, os.path.lexists, self.path / ABOUT_NAME):
+            self.say(about)
 
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""

@@ -12,6 +12,8 @@ from nvme_offload.offload.storage.run_folder import read_in
 PREFIX = "identity."
 """Files of a run's directory that begin so have an identity each."""
 
+MADE_AGAIN = "is gone: the run makes it again when it is started and resumed"
+
 Identity = Mapping[str, Any]
 """JSON values by name. ``model`` is a string that describes the model to people; the rest is up to the optimizer."""
 
@@ -40,6 +42,8 @@ def read_identity(folder: Path, expected: str) -> Identity:
         found: Identity = json.loads(read_in(folder, path.name))
         if isinstance(found, dict) and digest(found) == expected:
             return found
+    except FileNotFoundError:
+        raise ResumeError(path, MADE_AGAIN) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     raise ResumeError(path, "is damaged: it is not what its name says")

@@ -5,6 +5,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +13,18 @@ from typing import Any, NamedTuple
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
+from nvme_offload.offload.durable.identity import MADE_AGAIN, read_identity
 from nvme_offload.offload.durable.identity import PREFIX as IDENTITY_PREFIX
-from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run_copies import CopyFound, leading_of
 from nvme_offload.offload.durable.snapshots import HELD_NAME, PREFIXES, Snapshots
-from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME
+from nvme_offload.offload.errors import ForeignFolderError, OffloadError, ResumeError, SwapIOError
+from nvme_offload.offload.foreign import RANK
+from nvme_offload.offload.storage import drive
+from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME, bytes_in, stats_in
 from nvme_offload.offload.storage.run_folder import folder_open, names_in, open_in
 from nvme_offload.offload.sync import sync_folder
-
-_BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
 
 
 class CopiesFound(NamedTuple):
@@ -127,7 +128,7 @@ def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
     """Return the durable runs below these folders, or the one of a name. No living run is disturbed."""
     found: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in dict.fromkeys(path.absolute() for path in paths):
-        for folder in sorted(path.iterdir()):
+        for folder in sorted(path / name for name in drive.ask(path, os.listdir, path)):
             if (parsed := parse_directory(folder)) is not None and name in (None, parsed[0]):
                 of_run, rank = parsed
                 found[of_run][rank].append(folder)
@@ -140,6 +141,18 @@ def find_runs(paths: Iterable[Path], name: str | None = None) -> list[RunFound]:
     return runs
 
 
+def without_lost(paths: Iterable[Path]) -> tuple[list[Path], list[SwapIOError]]:
+    """Return the folders that can be looked into, and why the others cannot."""
+    found, lost = list[Path](), list[SwapIOError]()
+    for path in paths:
+        try:
+            drive.ask(path, os.listdir, path, direction="read")
+            found.append(path)
+        except SwapIOError as error:
+            lost.append(error)
+    return found, lost
+
+
 def remove_run(run: RunFound) -> None:
     """Delete a run that nobody is in: first what could be resumed, then everything else.
 
@@ -148,10 +161,10 @@ def remove_run(run: RunFound) -> None:
     with locked(run):
         for folder in run.folders:
             _delete(folder, MANIFEST_NAMES, PREFIXES)
-            sync_folder(folder)
+            drive.ask(folder, sync_folder, folder)
         for folder in run.folders:
             _delete(folder, (ABOUT_NAME, HELD_NAME, owner.NAME, *FILE_NAMES), (IDENTITY_PREFIX,))
-            folder.rmdir()
+            drive.ask(folder, folder.rmdir)
 
 
 def remove_snapshot(run: RunFound, name: str) -> None:
@@ -167,6 +180,7 @@ def remove_snapshot(run: RunFound, name: str) -> None:
             snapshots.delete_unreadable(name)
 
 
+_OF_GARBAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _There = tuple[RankFound, int, Mapping[str, str]]
 """The rank as it was found, and the number and hosts of all ranks, as far as it says them."""
 
@@ -177,8 +191,8 @@ def _found_in(rank: int, folders: Sequence[Path]) -> _There | None:
         try:
             return _look_at(rank, folders)
         except FileNotFoundError:  # also of a run that lives and replaces a file
-            folders = [folder for folder in folders if folder.is_dir()]
-        except OSError as error:  # it is somebody else's, or a link
+            folders = [folder for folder in folders if drive.ask(folder, os.path.isdir, folder)]
+        except (OSError, OffloadError, *_OF_GARBAGE) as error:  # it is somebody else's, a link, or on a dead drive
             there = tuple(folders)
             return RankFound(rank, there, CopiesFound(there), {}, (), (), (), None, "", 0, None, str(error)), 0, {}
     return None
@@ -198,11 +212,15 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         if abouts and not copies.num_missing:
             _check_rows(copies.read_from, manifests)
         if newest is not None:
+            if lacking := [folder for folder in folders if folder not in abouts]:
+                problem = f"{lacking[0] / ABOUT_NAME} {MADE_AGAIN}"
             identity = read_identity(newest.parent, manifests[newest].identity)
-            hosts = next(iter(abouts.values()))["hosts"]
-            model, num_ranks = _in_words(identity), int(identity.get("num_ranks", 0))
-    except ResumeError as error:
-        problem = str(error)
+            hosts = next(iter(abouts.values()), {}).get("hosts", {})
+            model, num_ranks = _in_words(identity), min(int(identity.get("num_ranks", 0)), RANK.stop)
+    except (ResumeError, SwapIOError) as error:
+        if isinstance(error, FileNotFoundError | ForeignFolderError):
+            raise
+        problem = problem or str(error)
     if copies.num_missing:
         problem = problem or f"{copies.num_missing} of its {copies.num_paths} paths were not looked at"
     ordered = sorted(manifests.values(), key=lambda manifest: manifest.sequence, reverse=True)
@@ -215,23 +233,25 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         snapshots=tuple(name for of_folder in snapshots for name in of_folder),
         prepared=tuple(name for of_folder in snapshots for name in of_folder.prepared),
         unreadable=tuple(name for of_folder in snapshots for name in of_folder.unreadable),
-        committed_at=None if newest is None else newest.stat().st_mtime,
+        committed_at=None if newest is None else drive.ask(newest, newest.stat).st_mtime,
         model=model,
-        size_bytes=sum(path.lstat().st_blocks * _BLOCK_BYTES for folder in folders for path in folder.iterdir()),
+        size_bytes=sum(map(bytes_in, folders)),
         owner=next((who for folder in folders if (who := _owner_of(folder)) is not None), None),
         problem=problem,
     )
     return found, num_ranks, hosts
 
 
-def _abouts(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[ResumeError]]:
+def _abouts(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[ResumeError | SwapIOError]]:
     """Return what the directories are of, and what is damaged; another copy may be whole."""
-    abouts, damaged = dict[Path, dict[str, Any]](), list[ResumeError]()
+    abouts, damaged = dict[Path, dict[str, Any]](), list[ResumeError | SwapIOError]()
     for folder in folders:
         try:
             if (about := read_about(folder)) is not None:
                 abouts[folder] = about
-        except ResumeError as error:
+        except (ResumeError, SwapIOError) as error:
+            if isinstance(error, FileNotFoundError | ForeignFolderError):
+                raise
             damaged.append(error)
     return abouts, damaged
 
@@ -267,7 +287,7 @@ def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
 
 
 def _check_rows(in_order: Sequence[Path], manifests: Mapping[Path, Manifest]) -> None:
-    sizes = [(folder / SWAP_NAME).lstat().st_size for folder in in_order]
+    sizes = [dict(stats_in(folder))[SWAP_NAME].st_size for folder in in_order]
     for path, manifest in manifests.items():
         check_rows(manifest, sizes, where=str(path))
 
@@ -278,7 +298,7 @@ def _owner_of(folder: Path) -> owner.Owner | None:
     except FileNotFoundError:
         return None
     with swap_file as fd:
-        return None if owner.try_lock(fd) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
+        return None if owner.try_lock(fd, folder) else owner.Owner.noted_in(folder) or owner.NOBODY_KNOWN
 
 
 def locked(run: RunFound) -> ExitStack:
@@ -298,6 +318,6 @@ def locked(run: RunFound) -> ExitStack:
 
 def _delete(folder: Path, names: Sequence[str], prefixes: tuple[str, ...]) -> None:
     with folder_open(folder) as place:
-        for name in os.listdir(place):
+        for name in drive.ask(folder, os.listdir, place):
             if name.removesuffix(".new") in names or name.startswith(prefixes):
-                os.unlink(name, dir_fd=place)
+                drive.ask(folder / name, partial(os.unlink, name, dir_fd=place))

@@ -26,7 +26,8 @@ import torch
 
 from nvme_offload.offload.errors import OutOfSpaceError, ResumeError
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.run_folder import names_in, open_in, open_synced, read_in
+from nvme_offload.offload.storage import drive
+from nvme_offload.offload.storage.run_folder import is_at, names_in, open_in, open_synced, read_in
 from nvme_offload.offload.storage.swap_file import move_all, promise
 from nvme_offload.offload.sync import sync_file, sync_folder
 from nvme_offload.offload.units import round_up
@@ -187,9 +188,15 @@ class ManifestFiles:
         if made := [name for name in names if name not in there]:
             for name in made:
                 _make(folder, name)
-            sync_folder(folder)
+            drive.ask(folder, sync_folder, folder)
         self._files = [open_synced(folder, name, direct=direct) for name in names]
         self._memory = HostRegion(_BLOCK_BYTES)
+
+    @property
+    def without_name(self) -> list[Path]:
+        """Return the files that somebody removed or moved."""
+        pairs = zip(self._paths, self._files, strict=True)
+        return [path for path, file in pairs if not is_at(path, file.fileno())]
 
     def newest_first(self) -> list[Manifest]:
         """Return the manifests that are whole."""
@@ -230,12 +237,12 @@ class ManifestFiles:
         if size_bytes > self._memory.size_bytes:
             self._memory = HostRegion(int(size_bytes * _GROWTH))
         fd, path = self._files[place].fileno(), self._paths[place]
-        if size_bytes > os.fstat(fd).st_size:
+        if size_bytes > drive.ask(path, os.fstat, fd).st_size:
             try:
                 promise(fd, path, 0, round_up(int(size_bytes * _GROWTH), _BLOCK_BYTES), "a manifest")
             except OutOfSpaceError:
                 promise(fd, path, 0, size_bytes, "a manifest")
-            sync_file(fd)
+            drive.ask(path, sync_file, fd)
 
     def _write(self, place: int, content: bytes, size_bytes: int) -> None:
         memory = self._memory.view(torch.uint8, 0, size_bytes).numpy().data
@@ -247,4 +254,4 @@ class ManifestFiles:
 def _make(folder: Path, name: str) -> None:
     with open_in(folder, name, os.O_RDWR | os.O_CREAT) as fd:
         promise(fd, folder / name, 0, _FIRST_BYTES, "a manifest")
-        sync_file(fd)
+        drive.ask(folder / name, sync_file, fd)

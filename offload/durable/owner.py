@@ -1,6 +1,5 @@
 """Who has a run: a lock on its swap file, and a note of the process that holds it."""
 
-import errno
 import fcntl
 import json
 import os
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.host.proc import PROC, read
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_folder import read_in, write_in
 
 NAME = "owner"
@@ -63,14 +64,12 @@ NOBODY_KNOWN = Owner(0, "", "a host that left no note")
 """Has a lock."""
 
 
-def try_lock(fd: int) -> bool:
-    """Lock an open file, unless somebody else has."""
+def try_lock(fd: int, folder: Path) -> bool:
+    """Lock an open file of a folder, unless somebody else has."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            return False
-        raise
+        drive.ask(folder, fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
 
 
@@ -81,7 +80,7 @@ def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None
     names who has it and is alive.
     """
     begun = time.monotonic()
-    while not try_lock(fd):
+    while not try_lock(fd, folder):
         owner = Owner.noted_in(folder)
         # The kernel takes a closed ring apart behind close(), and that has a reference to the file.
         dying = owner is not None and (not owner.is_alive or (closed_here and owner == Owner.this()))
@@ -93,8 +92,5 @@ def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None
 
 def _began(pid: int) -> str | None:
     """When a process began; None where there is none, or it is ending."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+    fields = (read(PROC / str(pid) / "stat") or "").rpartition(")")[2].split()
+    return None if not fields or fields[0] in "ZX" else fields[19]

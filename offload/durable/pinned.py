@@ -7,7 +7,8 @@ import torch
 from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.swap_file import move_all, read_at
+from nvme_offload.offload.storage import drive
+from nvme_offload.offload.storage.swap_file import move_all
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
 
@@ -54,7 +55,7 @@ class PinnedReader:
             fd_read = copies.read_at(fd)
             path = self._space.path_of(fd_read)
             try:
-                return move_all(read_at, fd_read, path, "read", offset, target, unit=unit, extent="a pinned step")
+                return move_all(drive.read_at, fd_read, path, "read", offset, target, unit=unit, extent="a pinned step")
             except SwapIOError as error:
                 if not copies.lose_at(fd_read, error):
                     raise

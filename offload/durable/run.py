@@ -21,8 +21,9 @@ from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.run_copies import RunCopies
 from nvme_offload.offload.durable.snapshots import Snapshots
-from nvme_offload.offload.errors import ConfigError, ResumeError, StateError
-from nvme_offload.offload.storage.run_folder import names_in, replace_in
+from nvme_offload.offload.errors import ConfigError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.storage import drive
+from nvme_offload.offload.storage.run_folder import replace_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.warn import warn_user
@@ -87,7 +88,13 @@ class DurableRun:
         """Return the places with which the run that a section names began, without opening it; None: nobody knows."""
         section = config.zero_optimization.offload_optimizer
         for path in config.nvme_paths if section.run_name else ():
-            if (about := read_about(directory_of(path, str(section.run_name), _rank()))) is not None:
+            try:
+                about = read_about(directory_of(path, str(section.run_name), _rank()))
+            except SwapIOError:
+                if section.copies == 1:
+                    raise
+                continue  # the drive may be lost: who opens it says so
+            if about is not None:
                 return about.get("places")
         return None
 
@@ -125,8 +132,8 @@ class DurableRun:
         except BaseException:
             self.space.close()
             raise
-        self._identity = ""
-        self._places = places
+        self._identity: Identity = {}
+        self._about: dict[str, Any] = {"places": places}
 
     @property
     def folder(self) -> Path:
@@ -158,18 +165,24 @@ class DurableRun:
 
         Raises ResumeError where a run with another uuid is there.
         """
-        if self.uuid is None:
-            about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "places": self._places}
-            about |= {"num_paths": len(self._files.directories), "hosts": hosts}
-            self._files.each_directory(lambda place, directory: directory.write_about(about | {"path": place}))
-            self.uuid = uuid
-        elif uuid != self.uuid:
+        if self.uuid not in (None, uuid):
             raise ResumeError(self.folder, f"is of run {self.uuid}, and other ranks have {uuid} under this name")
-        self._files.each_directory(lambda place, directory: directory.update_about(hosts))
-        digest = identities.digest(identity)
-        if (name := identities.file_name(digest)) not in names_in(self.folder):
-            self._files.each_folder(lambda folder: replace_in(folder, name, identities.canonical(identity)))
-        self._identity = digest
+        about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "hosts": hosts}
+        self._about |= about | {"num_paths": len(self._files.directories)}
+        self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
+        self.uuid, self._identity = uuid, identity
+        self._files.each_folder(self._say_identity)
+
+    def _say_identity(self, folder: Path) -> None:
+        name = identities.file_name(identities.digest(self._identity))
+        if not drive.ask(folder, os.path.lexists, folder / name):
+            replace_in(folder, name, identities.canonical(self._identity))
+
+    def _look_at_names(self) -> None:
+        """Raise RemovedError if this run's files are gone; of those that only say what it is, make them again."""
+        self._files.check_names()
+        self._files.each_directory(lambda place, directory: directory.say_again(self._about | {"path": place}))
+        self._files.each_folder(self._say_identity)
 
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
         """Return what `identity` has otherwise than what was committed, one line each; empty where it fits."""
@@ -258,6 +271,7 @@ class DurableRun:
         """
         if num_suspects := len(self.extents.suspects):
             raise StateError("the commit", "every slot of a failed sync written again", f"{num_suspects} are not")
+        self._look_at_names()
         self._files.catch_up()
         try:
             self.space.sync()
@@ -269,7 +283,7 @@ class DurableRun:
             step=step,
             sequence=self.extents.sequence,
             incarnation=self.extents.incarnation,
-            identity=self._identity,
+            identity=identities.digest(self._identity),
             tables=tables,
             blob=blob,
             is_first=not before,
@@ -366,14 +380,17 @@ class DurableRun:
             for place, about in enumerate(of_copy)
             if about and (about["path"], about["num_paths"]) != (place, len(of_copy))
         ]
-        is_complete = None not in abouts[self.space.copies.whole[0]]
-        if wrong or len(uuids) > 1 or not (is_complete or not (self.found or self.snapshots.all)):
+        whole = self.space.copies.whole[0]
+        is_complete = None not in abouts[whole]
+        # A directory whose file is gone still has its part of the state; one of another path has nothing.
+        is_here = all(about or size for about, size in zip(abouts[whole], self.space.file_sizes, strict=True))
+        if wrong or len(uuids) > 1 or not (is_here or not (self.found or self.snapshots.all)):
             raise ResumeError(
                 self.folder,
                 "is of a run on other paths: give nvme_path the folders that it had, in the same order, or begin "
                 "another run under another name",
             )
-        return str(uuids.pop()) if uuids and is_complete else None
+        return str(uuids.pop()) if uuids and (is_complete or self.found) else None
 
     def _check_unopened(self) -> None:
         """Raise what kept a copy from being opened, where there is nothing yet to go on with."""
@@ -410,7 +427,7 @@ def _check_devices(paths: Sequence[Path], copies: int) -> None:
     seen: dict[int, tuple[int, Path]] = {}
     for number, path in enumerate(paths if copies > 1 else ()):
         with suppress(OSError):  # who opens it says so
-            copy, device = number // (len(paths) // copies), path.stat().st_dev
+            copy, device = number // (len(paths) // copies), drive.ask(path, path.stat).st_dev
             other, first = seen.setdefault(device, (copy, path))
             if other != copy:
                 key = "zero_optimization.offload_optimizer"

@@ -10,8 +10,8 @@ there. What steps write meanwhile goes there, too.
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +23,12 @@ from nvme_offload.offload.durable.chain import check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, DurableDirectory, read_about
 from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
 from nvme_offload.offload.durable.snapshots import PREFIXES
-from nvme_offload.offload.errors import ResumeError, StateError
+from nvme_offload.offload.errors import RemovedError, ResumeError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.copies import CopyState
 from nvme_offload.offload.storage.run_directory import SWAP_NAME
-from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
+from nvme_offload.offload.storage.run_folder import delete_in, is_at, names_in, read_in, replace_in
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.sync import sync_folder
 from nvme_offload.offload.units import MiB
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,8 @@ class CopyFound(NamedTuple):
     def says_as(self, other: CopyFound) -> bool:
         """Whether another copy has the same commits and snapshots."""
         own, others = ([step.key for step in one.steps] for one in (self, other))
-        return own == others and self.uuid == other.uuid and self.snapshots == other.snapshots
+        of_one_run = self.uuid == other.uuid or None in (self.uuid, other.uuid)  # its file is made again
+        return own == others and of_one_run and self.snapshots == other.snapshots
 
 
 def leading_of(found: Sequence[CopyFound]) -> int:
@@ -123,7 +123,7 @@ class RunCopies:
         """Read the copy to go on from, and leave others alone that say something else, until they are made again."""
         if not self._copies.several:
             return
-        sizes = [[os.fstat(file.fd).st_size for file in files] for files in self._copies.files]
+        sizes = [[file.status().st_size for file in files] for files in self._copies.files]
         folders = [each[0].path for each in self.of_copies]
         found = [CopyFound.look_at(folder, size) for folder, size in zip(folders, sizes, strict=True)]
         leading = leading_of(found)
@@ -167,6 +167,16 @@ class RunCopies:
         """Do something to the directory on the first path of each whole copy, where the small files are."""
         self._copies.each(self._copies.whole, lambda copy: act(self.of_copies[copy][0].path))
 
+    def check_names(self) -> None:
+        """Raise RemovedError if somebody removed files that are written, or moved them: of all copies."""
+        self._copies.each(self._copies.whole, self._check_names)
+
+    def _check_names(self, copy: int) -> None:
+        swaps = [file.path for file in self._copies.files[copy] if not is_at(file.path, file.fd)]
+        if gone := swaps + self._manifests[copy].without_name:
+            names = ", ".join(path.name for path in gone)
+            raise RemovedError(errno.ENOENT, path=gone[0].parent, direction="write", extent=f"its {names}")
+
     def close(self) -> None:
         """Close the files. Idempotent."""
         for files in self._manifests:
@@ -191,13 +201,11 @@ class RunCopies:
 
     def _begin(self, copy: int) -> None:
         """Have nothing in a copy that could be gone on from, and write to it from now on what is written."""
+        self._check_names(copy)
         for manifest in reversed(self._manifests[copy].newest_first()):
             self._manifests[copy].destroy(manifest)
         folder = self.of_copies[copy][0].path
-        for name in names_in(folder):
-            if name not in (*_OF_THE_COPY_ITSELF, ABOUT_NAME):
-                (folder / name).unlink()
-        sync_folder(folder)
+        delete_in(folder, *(name for name in names_in(folder) if name not in (*_OF_THE_COPY_ITSELF, ABOUT_NAME)))
         self._copies.begin_to_write(copy)
         self._at = (0, 0)
 

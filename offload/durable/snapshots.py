@@ -24,8 +24,7 @@ from pathlib import Path
 from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.run_folder import names_in, read_in, replace_in
-from nvme_offload.offload.sync import sync_folder
+from nvme_offload.offload.storage.run_folder import delete_in, names_in, read_in, rename_in, replace_in
 
 PREPARED, PUBLISHED, SET_ASIDE = "prepared.", "snapshot.", "unreadable."
 PREFIXES = (PREPARED, PUBLISHED, SET_ASIDE)
@@ -126,18 +125,10 @@ class Snapshots(Mapping[str, Manifest]):
         self.unreadable.pop(name, None)
 
     def _delete(self, file: str) -> None:
-        def delete(folder: Path) -> None:
-            (folder / file).unlink()
-            sync_folder(folder)
-
-        self._each_folder(delete)
+        self._each_folder(lambda folder: delete_in(folder, file))
 
     def _rename(self, before: str, after: str) -> None:
-        def rename(folder: Path) -> None:
-            (folder / before).rename(folder / after)
-            sync_folder(folder)
-
-        self._each_folder(rename)
+        self._each_folder(lambda folder: rename_in(folder, before, after))
 
     # What is damaged.
 

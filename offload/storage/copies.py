@@ -5,6 +5,7 @@ descriptors of the first copy's files, whichever copy is read or written.
 """
 
 import enum
+import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,10 @@ from nvme_offload.offload.storage.swap_file import SwapFile
 from nvme_offload.offload.warn import Once
 
 logger = logging.getLogger(__name__)
+
+
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+"""Errors of a process or machine that has too many files open: no drive is lost by them."""
 
 
 class CopyState(enum.Enum):
@@ -101,10 +106,13 @@ class DriveCopies:
                     raise
 
     def lose(self, copy: int, error: BaseException) -> bool:
-        """Go on without a copy; the first time it is a warning. False, and nothing has changed: no other is whole."""
+        """Go on without a copy; the first time it is a warning.
+
+        False, and nothing has changed: no other is whole, or the error is of this process and not of the drive.
+        """
         with self._lock:
             others = [other for other in self.whole if other != copy]
-            if not others:
+            if not others or getattr(error, "errno", None) in OUT_OF_FILES:
                 return False
             self._become(copy, CopyState.LOST)
             self._say_lost(copy, error, others[0])

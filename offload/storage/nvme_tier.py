@@ -220,7 +220,7 @@ class NvmeTier:
         try:
             self.space.check_whole()
         except SwapIOError as error:
-            error.extent = f"{what}; {error.extent}"
+            error.extent = "; ".join(filter(None, (what, error.extent)))
             raise
         if start + (size_bytes or extent.size_bytes) > buffer.size_bytes:
             moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.offload.errors import SwapIOError
+from nvme_offload.offload.errors import ExistsError, MissingError, SwapIOError
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_folder import is_at, open_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
 from nvme_offload.offload.units import format_bytes
@@ -35,6 +36,7 @@ _UNLOCKED = "."
 _RUN_NAME = re.compile(r"\.?" + re.escape(PREFIX) + r"\d+-\d+")
 _numbers = itertools.count()
 _MOST_ATTEMPTS = 100
+_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 
 
 class _Claim:
@@ -58,7 +60,7 @@ class _Claim:
             hidden = path / f"{_UNLOCKED}{name}"
             self.names = (hidden, path / name)
             try:
-                hidden.mkdir(mode=0o700)
+                drive.ask(hidden, hidden.mkdir, 0o700)
             except FileExistsError as error:
                 failure = error
                 continue
@@ -70,7 +72,7 @@ class _Claim:
                 failure = error
                 with contextlib.suppress(OSError):
                     _delete(hidden)
-        raise failure or FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        raise SwapIOError((failure and failure.errno) or errno.EEXIST, path=path, direction="allocate") from failure
 
     def give_up(self) -> None:
         """Delete the directory, or what there is of it, and drop the lock."""
@@ -97,11 +99,8 @@ class RunDirectory:
         self._claim = _Claim()
         # First of all: whatever an exception cuts short from here on is given up with this object.
         self._finalizer = finalize(self, _give_up, self._claim, self._owner_pid)
-        try:
-            remove_leftovers(path)
-            self.path = self._claim.make_locked(path.absolute())
-        except OSError as error:
-            raise SwapIOError(error.errno or 0, path=path, direction="allocate", extent="nvme_path") from error
+        remove_leftovers(path)
+        self.path = self._claim.make_locked(path.absolute())
         _live.add(self)
 
     def open_swap(self, direct: DirectPolicy) -> SwapFile:
@@ -128,9 +127,8 @@ def remove_leftovers(path: Path) -> int:
     """Remove the directories of dead runs below `path`; returns the bytes set free. Live runs are left alone."""
     freed = 0
     living = {directory.path.name for directory in _live}  # by name: `path` may be another way to where they are
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if _RUN_NAME.fullmatch(entry.name) and entry.name not in living]
-    for name in names:
+    names = drive.ask(path, os.listdir, path, extent="nvme_path")
+    for name in [name for name in names if _RUN_NAME.fullmatch(name) and name not in living]:
         with contextlib.suppress(OSError):
             if size := _delete_if_dead(path / name):  # an empty one may be of a rank that starts
                 logger.warning("removed what a dead run left behind: %s (%s)", path / name, format_bytes(size))
@@ -145,10 +143,10 @@ def _delete_if_dead(directory: Path) -> int:
     # O_CREAT: a run that died between making its directory and its lock left a directory without one.
     lock = open_in(directory, LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
+        drive.ask(directory, fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its run is alive
         if not is_at(directory / LOCK_NAME, lock.fileno()):
             return 0  # somebody else removed it meanwhile, and a run that began made another
-        size = sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
+        size = bytes_in(directory)
         _delete(directory)
     finally:
         lock.close()
@@ -157,31 +155,42 @@ def _delete_if_dead(directory: Path) -> int:
 
 def _is_ours(directory: Path) -> bool:
     """Whether a run of this package, and nobody else, made the directory and everything in it."""
-    found = directory.lstat()
+    found = drive.ask(directory, directory.lstat)
     if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
         return False
-    return all(entry.name in FILE_NAMES and entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
+    return all(name in FILE_NAMES and stat.S_ISREG(found.st_mode) for name, found in stats_in(directory))
+
+
+def stats_in(folder: Path) -> list[tuple[str, os.stat_result]]:
+    """Return what is in a folder, by name; links are not followed. Raises SwapIOError."""
+    files = [folder / name for name in drive.ask(folder, os.listdir, folder)]
+    return [(file.name, drive.ask(file, file.lstat)) for file in files]
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of a drive that the files of a folder take."""
+    return sum(found.st_blocks * _BLOCK_BYTES for _, found in stats_in(folder))
 
 
 def _delete(directory: Path) -> None:
     """Remove what a run put there, file by file; anything else stays, and the directory with it."""
-    for name in FILE_NAMES:
-        (directory / name).unlink(missing_ok=True)
-    directory.rmdir()
+    for file in [directory / name for name in FILE_NAMES]:
+        drive.ask(file, file.unlink, True)
+    drive.ask(directory, directory.rmdir)
 
 
 def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
     """Lock a directory and give it its name; returns the lock file."""
     lock = open_in(hidden, LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.lexists(final):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-        hidden.rename(final)
+        drive.ask(hidden, fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if drive.ask(final, os.path.lexists, final):
+            raise ExistsError(errno.EEXIST, path=final, direction="allocate")
+        drive.ask(hidden, hidden.rename, final)
         if not is_at(final / LOCK_NAME, lock.fileno()):
             with contextlib.suppress(OSError):
-                final.rmdir()
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(final / LOCK_NAME))
+                drive.ask(final, final.rmdir)
+            raise MissingError(errno.ENOENT, path=final / LOCK_NAME, direction="allocate")
     except BaseException:
         lock.close()
         raise

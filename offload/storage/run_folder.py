@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import ForeignFolderError, SwapIOError
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.sync import LASTING, sync_file, sync_folder
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -25,26 +27,26 @@ _OWN_FILE, _OWN_FOLDER = 0o600, 0o700
 def folder_open(folder: Path) -> Iterator[int]:
     """Open a run's folder, or raise ForeignFolderError; work goes by its descriptor, whoever exchanges the name."""
     with _opened(folder) as place:
-        _check_own(folder, os.fstat(place))
+        _check_own(folder, drive.ask(folder, os.fstat, place))
         yield place
 
 
 def make_run_folder(folder: Path) -> None:
     """Make a run's folder with mode 0700, or find it there; its name lasts. ForeignFolderError: it is not ours."""
     try:
-        folder.mkdir(_OWN_FOLDER)
-        if stat.S_IMODE(folder.lstat().st_mode) != _OWN_FOLDER:  # the umask takes from its owner, too
-            folder.chmod(_OWN_FOLDER)
+        drive.ask(folder, folder.mkdir, _OWN_FOLDER)
+        if stat.S_IMODE(drive.ask(folder, folder.lstat).st_mode) != _OWN_FOLDER:  # the umask takes from its owner, too
+            drive.ask(folder, folder.chmod, _OWN_FOLDER)
     except FileExistsError:
         pass
     with folder_open(folder):
-        sync_folder(folder.parent)
+        drive.ask(folder.parent, sync_folder, folder.parent)
 
 
 def names_in(folder: Path) -> list[str]:
     """Return the names in a run's folder, sorted. Raises as `folder_open` does."""
     with folder_open(folder) as place:
-        return sorted(os.listdir(place))
+        return sorted(drive.ask(folder, os.listdir, place))
 
 
 def open_in(folder: Path, name: str, flags: int) -> Descriptor:
@@ -55,37 +57,32 @@ def open_in(folder: Path, name: str, flags: int) -> Descriptor:
 
     Raises ForeignFolderError where the folder is not this user's alone, or the name is of a link or of no file.
     """
+    path = folder / name
     with _opened(folder) as place:
         if not flags & os.O_EXCL:
-            _check_own(folder, os.fstat(place))
+            _check_own(folder, drive.ask(folder, os.fstat, place))
             with suppress(FileNotFoundError):
-                _check_file(folder / name, os.stat(name, dir_fd=place, follow_symlinks=False))
+                _check_file(path, drive.ask(path, partial(os.stat, name, dir_fd=place, follow_symlinks=False)))
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        file = Descriptor(partial(os.open, dir_fd=place), name, flags, _OWN_FILE)
-        if flags & os.O_CREAT and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != _OWN_FILE:
-            os.fchmod(file.fileno(), _OWN_FILE)
+        file = drive.ask(path, Descriptor, partial(os.open, dir_fd=place), name, flags, _OWN_FILE)
+        if flags & os.O_CREAT and stat.S_IMODE(drive.ask(path, os.fstat, file.fileno()).st_mode) != _OWN_FILE:
+            drive.ask(path, os.fchmod, file.fileno(), _OWN_FILE)
     return file
 
 
 def read_in(folder: Path, name: str) -> bytes:
     """Return all bytes of a file in a run's folder. Raises as `open_in` does."""
-    with open_in(folder, name, os.O_RDONLY) as fd, os.fdopen(fd, "rb", closefd=False) as file:
-        return file.read()
+    with open_in(folder, name, os.O_RDONLY) as fd:
+        return drive.ask(folder / name, drive.read_all, fd, direction="read")
 
 
 def write_in(folder: Path, name: str, content: bytes, *, synced: bool = False) -> None:
     """Write a file in a run's folder, over what is there. Raises SwapIOError if the drive does not take it."""
-    try:
-        with open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            with os.fdopen(fd, "wb", closefd=False) as file:
-                file.write(content)
-            if synced:
-                sync_file(fd)
-    except ForeignFolderError:
-        raise
-    except OSError as error:
-        code = error.errno or errno.EIO
-        raise SwapIOError(code, path=folder / name, size_bytes=len(content), direction="write") from error
+    with open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        about: dict[str, Any] = {"direction": "write", "size_bytes": len(content)}
+        drive.ask(folder / name, drive.write_all, fd, content, **about)
+        if synced:
+            drive.ask(folder / name, sync_file, fd, **about)
 
 
 def open_synced(folder: Path, name: str, *, direct: bool) -> Descriptor:
@@ -102,33 +99,46 @@ def replace_in(folder: Path, name: str, content: bytes) -> None:
     What a crash leaves beside it ends in ``.new``. Raises SwapIOError if the drive does not take it; the file has what
     it had before.
     """
-    new = f"{name}.new"
+    new = folder / f"{name}.new"
     try:
-        write_in(folder, new, content, synced=True)
-        (folder / new).rename(folder / name)
-        sync_folder(folder)
+        write_in(folder, new.name, content, synced=True)
+        rename_in(folder, new.name, name)
     except ForeignFolderError:
         raise
-    except OSError as error:
+    except SwapIOError as error:
         with suppress(OSError):
-            (folder / new).unlink(missing_ok=True)
-        code = error.errno or errno.EIO
-        raise SwapIOError(code, path=folder / name, size_bytes=len(content), direction="write") from error
+            drive.ask(new, new.unlink, True)
+        error.path = folder / name
+        raise
+
+
+def rename_in(folder: Path, before: str, after: str) -> None:
+    """Give a file in a run's folder another name, which lasts."""
+    drive.ask(folder / before, (folder / before).rename, folder / after, direction="write")
+    drive.ask(folder, sync_folder, folder, direction="write")
+
+
+def delete_in(folder: Path, *names: str) -> None:
+    """Delete files of a run's folder, for good. Those that are not there are no error."""
+    for name in names:
+        drive.ask(folder / name, (folder / name).unlink, True, direction="write")
+    drive.ask(folder, sync_folder, folder, direction="write")
 
 
 def is_at(path: Path, fd: int) -> bool:
     """Whether an open file is the one that has this name now."""
     try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
+        return os.path.samestat(drive.ask(path, os.lstat, path), drive.ask(path, os.fstat, fd))
     except FileNotFoundError:
         return False
 
 
 def _opened(folder: Path) -> Descriptor:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return Descriptor(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP) and folder.is_symlink():
+        return drive.ask(folder, Descriptor, os.open, folder, flags)
+    except SwapIOError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and drive.ask(folder, folder.is_symlink):
             raise ForeignFolderError(folder, "is a link, and no folder") from error
         raise
 

@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import Direction, ForeignFolderError, OutOfSpaceError, SwapIOError
+from nvme_offload.offload.errors import Direction, OutOfSpaceError, SwapIOError
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 from nvme_offload.offload.storage.run_folder import open_in
 
@@ -58,6 +59,10 @@ class SwapFile:
         """The open file; -1 when it is closed."""
         return self._descriptor.fileno()
 
+    def status(self) -> os.stat_result:
+        """Return what the file system says of the open file, or raise SwapIOError."""
+        return drive.ask(self.path, os.fstat, self.fd, direction="read")
+
     @property
     def end(self) -> int:
         """First byte after the last range handed out."""
@@ -87,7 +92,7 @@ class SwapFile:
             promise(self.fd, self.path, self._promised, missing)
         except SwapIOError:
             with suppress(OSError):  # left longer it does no harm, and what went wrong first is what must be told
-                os.ftruncate(self.fd, self._promised)
+                drive.ask(self.path, os.ftruncate, self.fd, self._promised)
             raise
         self._note_promise(size_bytes)
 
@@ -101,7 +106,7 @@ class SwapFile:
 
     def _note_found(self) -> None:
         """Note that what an earlier process was promised still is, where no range of the file lacks its blocks."""
-        found = os.fstat(self.fd)
+        found = self.status()
         if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
             self._note_promise(found.st_size)
 
@@ -109,13 +114,14 @@ class SwapFile:
         """Raise OutOfSpaceError where the file system has no room for a file of that length."""
         missing = size_bytes - self._promised
         # ramfs counts no blocks at all (f_blocks is 0): nothing to ask.
-        if os.fstatvfs(self.fd).f_blocks and (free_bytes := _free_bytes(self.fd)) < missing:
+        system = drive.ask(self.path, os.fstatvfs, self.fd)
+        if system.f_blocks and (free_bytes := system.f_bavail * system.f_frsize) < missing:
             raise OutOfSpaceError(path=self.path, needed_bytes=missing, free_bytes=free_bytes)
 
     def _note_promise(self, size_bytes: int) -> None:
         self._promised = size_bytes
         # Copy-on-write and compressing file systems count blocks as they like: there only the length is watched.
-        self._counts_blocks = os.fstat(self.fd).st_blocks * _STAT_BLOCK_BYTES >= size_bytes
+        self._counts_blocks = self.status().st_blocks * _STAT_BLOCK_BYTES >= size_bytes
 
     def check_whole(self) -> None:
         """Raise SwapIOError, with ENODATA and the size found, if somebody shortened the file or took space from it.
@@ -123,7 +129,7 @@ class SwapFile:
         What was cut off would read as zeros once a later write has made the file long enough again, so the blocks are
         counted too, where the file system gave them when they were promised.
         """
-        found = os.fstat(self.fd)
+        found = self.status()
         held_bytes = found.st_blocks * _STAT_BLOCK_BYTES if self._counts_blocks else found.st_size
         if min(found.st_size, held_bytes) >= self._promised:
             return
@@ -140,12 +146,12 @@ class SwapFile:
         """Give back what was promised and not handed out. Raises as `check_whole` does, and then gives nothing back."""
         if self._promised > self.end:
             self.check_whole()
-            os.ftruncate(self.fd, self.end)
+            drive.ask(self.path, os.ftruncate, self.fd, self.end)
             self._note_promise(self.end)
 
     def copy_from(self, other: SwapFile, offset: int, memory: memoryview) -> None:
         """Copy a range of another file to the same place, through memory as large as it is, which is aligned."""
-        move_all(read_at, other.fd, other.path, "read", offset, memory, unit=other.alignment)
+        move_all(drive.read_at, other.fd, other.path, "read", offset, memory, unit=other.alignment)
         move_all(os.pwrite, self.fd, self.path, "write", offset, memory, unit=self.alignment)
 
     def free(self, stripe: Stripe) -> None:
@@ -158,31 +164,20 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the descriptor. The file itself belongs to its run directory."""
-        self._descriptor.close()
+        drive.ask(self.path, self._descriptor.close)
 
 
 def promise(fd: int, path: Path, offset: int, size_bytes: int, extent: str = "") -> None:
     """Have the file system promise the space of a range; OutOfSpaceError where it has none, or a quota is used up."""
-    free_bytes = _free_bytes(fd)
+    system = drive.ask(path, os.fstatvfs, fd)
+    about: dict[str, Any] = {"offset": offset, "size_bytes": size_bytes, "extent": extent}
     try:
-        os.posix_fallocate(fd, offset, size_bytes)
-    except OSError as error:
-        code = error.errno or errno.EIO
-        if code in (errno.ENOSPC, errno.EDQUOT):
+        drive.ask(path, os.posix_fallocate, fd, offset, size_bytes, **about)
+    except SwapIOError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free_bytes, code = system.f_bavail * system.f_frsize, error.errno
             raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes, errno=code) from error
-        raise SwapIOError(
-            code, path=path, offset=offset, size_bytes=size_bytes, direction="allocate", extent=extent
-        ) from error
-
-
-def _free_bytes(fd: int) -> int:
-    system = os.fstatvfs(fd)
-    return system.f_bavail * system.f_frsize
-
-
-def read_at(fd: int, memory: memoryview, offset: int) -> int:
-    """Read into memory as `os.pwrite` writes from it."""
-    return os.preadv(fd, [memory], offset)
+        raise
 
 
 def move_all(
@@ -198,28 +193,23 @@ def move_all(
 ) -> None:
     """Read or write all of some memory, past an engine; raise SwapIOError, which says what of it was left.
 
-    `call` is `read_at` or `os.pwrite`; `unit` is where direct I/O may begin.
+    `call` is `drive.read_at` or `os.pwrite`; `unit` is where direct I/O may begin.
     """
     done = 0
     while done < len(memory):
-        try:
-            moved = call(fd, memory[done:], offset + done)
-            if done + moved < len(memory):
-                moved -= moved % unit  # a short one goes on where direct I/O may begin
-            if not moved:
-                raise OSError(errno.EIO, "nothing of it was moved")
-        except OSError as error:
-            code, at, rest = error.errno or errno.EIO, offset + done, len(memory) - done
-            raise SwapIOError(
-                code, path=path, offset=at, size_bytes=rest, direction=direction, extent=extent
-            ) from error
+        about: dict[str, Any] = {"offset": offset + done, "size_bytes": len(memory) - done, "extent": extent}
+        moved = drive.ask(path, call, fd, memory[done:], offset + done, direction=direction, **about)
+        if done + moved < len(memory):
+            moved -= moved % unit  # a short one goes on where direct I/O may begin
+        if not moved:
+            raise SwapIOError(errno.EIO, path=path, direction=direction, **about)
         done += moved
 
 
 def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int | None]:
     """The open file, and the alignment of direct I/O; None: through the page cache."""
     if direct == "disabled":
-        return _open_or_raise(path, how), None
+        return open_in(path.parent, path.name, how), None
     opened = _open_direct(path, how)
     if opened is not None:
         return opened
@@ -227,8 +217,8 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
         raise SwapIOError(
             errno.EINVAL, path=path, direction="allocate", extent="this file system has no direct I/O (O_DIRECT)"
         )
-    file = _open_or_raise(path, how)
-    if (device := os.fstat(file.fileno()).st_dev) not in _said_buffered:
+    file = open_in(path.parent, path.name, how)
+    if (device := drive.ask(path, os.fstat, file.fileno()).st_dev) not in _said_buffered:
         _said_buffered.add(device)
         logger.warning(
             "%s has no direct I/O: swapping through the page cache, which takes host memory and is slower "
@@ -241,7 +231,7 @@ def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int |
 def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
     """The open file and the alignment; None, and no file of ours, where the file system has no direct I/O."""
     try:
-        file = _open_or_raise(path, flags | os.O_DIRECT)
+        file = open_in(path.parent, path.name, flags | os.O_DIRECT)
     except SwapIOError as error:
         # EINVAL is how a file system says that it has no direct I/O. Linux makes the file before it finds out.
         if error.errno != errno.EINVAL:
@@ -252,17 +242,8 @@ def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
             return file, max(MIN_ALIGNMENT, *(reported or (0, 0)))
         file.close()
     if flags & os.O_EXCL:
-        path.unlink(missing_ok=True)
+        drive.ask(path, path.unlink, True)
     return None
-
-
-def _open_or_raise(path: Path, flags: int) -> Descriptor:
-    try:
-        return open_in(path.parent, path.name, flags)
-    except ForeignFolderError:
-        raise
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, path=path, direction="allocate") from error
 
 
 def reported_alignment(fd: int) -> tuple[int, int] | None:

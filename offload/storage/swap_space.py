@@ -1,19 +1,18 @@
 """The swap space of one process: a swap file on each path, and extents striped over them."""
 
-import errno
-import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from nvme_offload.offload.errors import ForeignFolderError, OutOfSpaceError, SwapIOError
-from nvme_offload.offload.storage.copies import DriveCopies
+from nvme_offload.offload.storage import drive
+from nvme_offload.offload.storage.copies import OUT_OF_FILES, DriveCopies
 from nvme_offload.offload.storage.extent import Extent, Stripe
 from nvme_offload.offload.storage.run_directory import RunDirectory
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
@@ -83,7 +82,8 @@ class SwapSpace:
                     opened.append([self._open(path, direct, directory) for path in self.paths[first:][:num_paths]])
                 except SwapIOError as error:
                     self.unopened.append(error)
-                    if copies == len(self.unopened) or isinstance(error, ForeignFolderError):
+                    is_lost = not isinstance(error, ForeignFolderError) and error.errno not in OUT_OF_FILES
+                    if copies == len(self.unopened) or not is_lost:
                         raise
         except BaseException:
             self.close()
@@ -113,7 +113,7 @@ class SwapSpace:
     @property
     def file_sizes(self) -> list[int]:
         """Bytes that each file of the copy has now that is read, one per path."""
-        return [os.fstat(file.fd).st_size for file in self.copies.files[self.copies.whole[0]]]
+        return [file.status().st_size for file in self.copies.files[self.copies.whole[0]]]
 
     @property
     def alignment(self) -> int:
@@ -193,11 +193,7 @@ class SwapSpace:
     def sync_copy(self, copy: int) -> None:
         """Bring what was written to the drives of one copy, or raise SwapIOError."""
         for file in self.copies.files[copy]:
-            try:
-                sync_data(file.fd)
-            except OSError as error:
-                code = error.errno or errno.EIO
-                raise SwapIOError(code, path=file.path, direction="write", extent="a sync of it failed") from error
+            drive.ask(file.path, sync_data, file.fd, direction="write", extent="a sync of it failed")
 
     def _reserve(self) -> None:
         """Have every copy as long as what is handed out. A drive that is full is no lost copy."""
@@ -251,10 +247,11 @@ class SwapSpace:
 
     def close(self) -> None:
         """Close and delete the files. Idempotent."""
-        for file in self._all_files:
-            file.close()
-        for directory in self._directories:
-            directory.leave()
+        with ExitStack() as last:  # whatever one of them raises, all are closed
+            for directory in self._directories:
+                last.callback(directory.leave)
+            for file in self._all_files:
+                last.callback(file.close)
 
     def _split(self, size_bytes: int) -> list[int]:
         """Bytes on each path: by weight, in whole units of the alignment, the remainder where it is due first."""

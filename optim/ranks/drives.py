@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.inventory import find_runs
+from nvme_offload.offload.durable.inventory import find_runs, without_lost
 
 _KEY = "nvme_offload/ranks"
 
@@ -34,7 +34,7 @@ class Reach(NamedTuple):
         name = None if config is None else config.zero_optimization.offload_optimizer.run_name
         paths = [] if config is None or name is None else config.nvme_paths
         if config is not None and config.zero_optimization.offload_optimizer.copies > 1:
-            paths = [path for path in paths if path.is_dir()]  # one may be of a lost drive
+            paths, _ = without_lost(paths)
         runs = find_runs(paths, name)
         there = {
             rank.rank: [*map(str, rank.copies.read_from)]

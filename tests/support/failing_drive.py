@@ -5,9 +5,12 @@ import os
 import weakref
 from contextlib import contextmanager
 
+import pytest
+
 from nvme_offload.aio_native import Op as Op
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.injection import FaultInjector
-from nvme_offload.offload.storage import swap_space
+from nvme_offload.offload.storage import drive, swap_space
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR as STANDS_IN_FOR
@@ -74,3 +77,20 @@ class Failing:
             return start(op, extent, *more)
 
         monkeypatch.setattr(tier, "_start", submit)
+
+
+@contextmanager
+def dead(path, code):
+    """Let each call about what is below `path` fail; with EMFILE those that open a file, wherever it is."""
+    ask = drive.ask
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    def asked(about, call, *arguments, **more):
+        fails = call is Descriptor if code == errno.EMFILE else os.fspath(about).startswith(os.fspath(path))
+        return ask(about, fail if fails else call, *arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "ask", asked)
+        yield
