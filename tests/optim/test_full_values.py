@@ -31,7 +31,7 @@ from nvme_offload import (
 )
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.optim.state.pipeline import StepPipeline
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import ResumedModel, fresh_engine, loss_of, next_loss, scalars_of, steps_of
 from tests.support.sharded_model import assert_same, full_state, gathered, whole
 
@@ -110,19 +110,6 @@ def check_full_values(engine, rank):
     assert_same(everything(engine), after)
 
 
-def look_at_two_ranks(rank, world_size, root, modes):
-    for mode in modes:
-        with fresh_engine(mode) as engine, fresh_engine(mode, seed=1) as other:
-            steps_of(engine, rank, range(1))
-            next_loss(other)  # gathers what must be dropped
-            loss = check_torch_state_dicts(engine, other, rank)
-            engine.save_checkpoint(root / mode)
-            assert loss != next_loss(engine)
-            check_full_values(engine, rank)
-    if "bf16" in modes:
-        read_with_stock_torch(root / "bf16" / "global_step2")
-
-
 def read_with_stock_torch(folder):
     """Plain FSDP2 and a plain reader: names, shapes and values are what torch's own tools expect."""
     model = ResumedModel()
@@ -139,11 +126,12 @@ def read_with_stock_torch(folder):
     assert torch.equal(model.head.weight.full_tensor(), wanted["embedding.weight"])
 
 
-def fail_on_the_second_rank(rank, world_size, drive):
+@on_ranks(2)
+def test_a_part_that_cannot_be_read_is_said_on_every_rank(rank, world_size, tmp_path):
     """A part that one rank cannot read is said on every rank; nobody waits in the gathering."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    tiers = {"offload_gradients": {"device": "nvme", "nvme_path": str(drive)}}
-    with fresh_engine("bf16", drive, mesh=mesh, **tiers) as engine, pytest.MonkeyPatch.context() as patch:
+    tiers = {"offload_gradients": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with fresh_engine("bf16", tmp_path, mesh=mesh, **tiers) as engine, pytest.MonkeyPatch.context() as patch:
         engine.backward(loss_of(engine, rank, 0))
         engine._drop_gathered()
         param = engine.module.wide[0].weight
@@ -159,13 +147,19 @@ def fail_on_the_second_rank(rank, world_size, drive):
         assert get_full_param(param).shape == (3001, 37)
 
 
-def test_a_part_that_cannot_be_read_is_said_on_every_rank(tmp_path):
-    run_ranks(fail_on_the_second_rank, 2, tmp_path)
-
-
 @pytest.mark.parametrize("modes", [("bf16",), pytest.param(("fp32", "fp16"), marks=pytest.mark.slow)], ids=str)
-def test_two_ranks(tmp_path, modes):
-    run_ranks(look_at_two_ranks, 2, tmp_path, modes)
+@on_ranks(2)
+def test_two_ranks(rank, world_size, tmp_path, modes):
+    for mode in modes:
+        with fresh_engine(mode) as engine, fresh_engine(mode, seed=1) as other:
+            steps_of(engine, rank, range(1))
+            next_loss(other)  # gathers what must be dropped
+            loss = check_torch_state_dicts(engine, other, rank)
+            engine.save_checkpoint(tmp_path / mode)
+            assert loss != next_loss(engine)
+            check_full_values(engine, rank)
+    if "bf16" in modes:
+        read_with_stock_torch(tmp_path / "bf16" / "global_step2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from nvme_offload import ConfigError, OffloadAdamW, OffloadMuon, StateError, initialize
 from tests.support.interrupts import STRIKES, Struck, every, raise_struck, sigint_at_update, strided
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
 from tests.support.training import assert_same_bits, assert_same_training, param, params_of, section, set_grads
@@ -209,9 +209,10 @@ def test_a_step_that_was_cut_off_is_finished_repeated_or_refused(drive, strike, 
     assert list(drive.iterdir()) == []
 
 
-def cut_off_on_one_rank(rank, world_size, path):
+@on_ranks(2)
+def test_ctrl_c_on_one_rank_of_two_and_then_its_step_is_finished(rank, world_size, tmp_path):
     """Ctrl-C there, in the middle of a step: the others wait in the gather of a matrix until it goes on."""
-    config = sharded_section("nvme", path)
+    config = sharded_section("nvme", tmp_path)
     config["zero_optimization"]["stage"] = 3
     config["optimizer"] = {"type": "Muon", "params": {"lr": 2e-2, "adjust_lr_fn": "match_rms_adamw"}}
     ends = []
@@ -229,10 +230,6 @@ def cut_off_on_one_rank(rank, world_size, path):
                 engine.step()
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
-
-
-def test_ctrl_c_on_one_rank_of_two_and_then_its_step_is_finished(tmp_path):
-    run_ranks(cut_off_on_one_rank, 2, tmp_path)
 
 
 def test_the_widest_group_decides_the_smallest_buffer():

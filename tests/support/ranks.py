@@ -1,11 +1,14 @@
 """Real process groups (gloo, on loopback) for tests that need ranks."""
 
+import inspect
 import os
 import sys
 import tempfile
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,39 @@ def run_ranks(function, world_size, *args):
     A failure in any rank is raised here with that rank's own traceback.
     """
     return start_ranks(function, [(None, {})] * world_size, *args)
+
+
+def on_ranks(size):
+    """Make a test of ``function(rank, world_size, ...)``, which is called on each of so many ranks.
+
+    `size` is their number, or the name of the argument that has it. What else the function takes are fixtures and
+    parameters of the test.
+    """
+
+    def made(function):
+        def test(**given):
+            num_ranks = given.pop(size) if isinstance(size, str) else size
+            run_ranks(_OnRank(function.__module__, function.__name__), num_ranks, given)
+
+        rank, _, *others = inspect.signature(function).parameters.values()
+        own = [inspect.Parameter(size, rank.kind)] if isinstance(size, str) else []
+        test.__signature__ = inspect.Signature([*own, *others])
+        test.on_rank = function
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, name, getattr(function, name))
+        return test
+
+    return made
+
+
+class _OnRank(NamedTuple):
+    """The function of a test, which other processes find by its name."""
+
+    module: str
+    name: str
+
+    def __call__(self, rank, world_size, given):
+        return getattr(import_module(self.module), self.name).on_rank(rank, world_size, **given)
 
 
 def start_ranks(function, places, *args):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nvme_offload import CheckpointWriteError, WeightsError, initialize, weight_items, write_sharded, write_trace
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import fresh_engine, next_loss, steps_of
 from tests.support.sharded_model import full_state
 
@@ -38,7 +38,8 @@ def read(folder):
     return tensors
 
 
-def export_on_two_ranks(rank, world_size, root):
+@on_ranks(2)
+def test_two_ranks(rank, world_size, tmp_path):
     for mode, dtypes in MODES_AND_DTYPES.items():
         with fresh_engine(mode) as engine:
             steps_of(engine, rank, range(1))
@@ -46,7 +47,7 @@ def export_on_two_ranks(rank, world_size, root):
             engine._drop_gathered()
             wanted = full_state(engine.module, engine.optimizer)
             for dtype in dtypes:
-                torch_dtype, folder = DTYPES[dtype], root / mode / dtype
+                torch_dtype, folder = DTYPES[dtype], tmp_path / mode / dtype
                 paths = engine.export_safetensors(folder, dtype, max_shard_bytes="300KB")
                 tensors = read(folder)
                 assert len(paths) > 1
@@ -62,24 +63,20 @@ def export_on_two_ranks(rank, world_size, root):
                     else:
                         assert torch.equal(value, wanted[name].to(torch_dtype)), name
                     assert value.dtype is torch_dtype
-            assert engine.save_16bit_model(root / mode / "16bit")
-            assert names_in(root / mode / "16bit") == ["model.safetensors"]
-            expected = read(root / mode / ("fp16" if mode == "fp16" else "bf16"))
-            for name, value in read(root / mode / "16bit").items():
+            assert engine.save_16bit_model(tmp_path / mode / "16bit")
+            assert names_in(tmp_path / mode / "16bit") == ["model.safetensors"]
+            expected = read(tmp_path / mode / ("fp16" if mode == "fp16" else "bf16"))
+            for name, value in read(tmp_path / mode / "16bit").items():
                 assert torch.equal(value, expected[name]), name
-            with safe_open(root / mode / "16bit" / "model.safetensors", "pt") as file:
+            with safe_open(tmp_path / mode / "16bit" / "model.safetensors", "pt") as file:
                 assert file.metadata() == {"format": "pt"}
     with fresh_engine("fp32") as engine:
         if rank == 1:
             engine.module.wide[0].weight.detach().to_local().fill_(1e6)
         with pytest.raises(ValueError, match=r"wide\.0\.weight has weights beyond 65504, which fp16 cannot hold"):
-            engine.export_safetensors(root / "beyond", "fp16")
+            engine.export_safetensors(tmp_path / "beyond", "fp16")
         if rank == 0:  # which wrote, and has cleaned up
-            assert names_in(root / "beyond") == []
-
-
-def test_two_ranks(tmp_path):
-    run_ranks(export_on_two_ranks, 2, tmp_path)
+            assert names_in(tmp_path / "beyond") == []
 
 
 @pytest.mark.usefixtures("alone")

@@ -20,7 +20,7 @@ from tests.support.durable_run import offload_runs
 from tests.support.failing_drive import Op, fail, fail_to_sync, failing_copy, flip_bit
 from tests.support.killed_steps import DTYPES, SHAPES, durable_section
 from tests.support.pairs import each_value_once
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
 from tests.support.training import assert_same_bits, faulty_drive, params_of, section, snapshot, storage_io
@@ -243,7 +243,9 @@ def test_snapshots_and_steps_back_are_on_both(drive, other):
         assert_same_bits(snapshot(optimizer), expected(3))
 
 
-def on_ranks(rank, world_size, drive, other, lost):
+@pytest.mark.parametrize("lost", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 1)])
+@on_ranks(2)
+def test_ranks_lose_drives(rank, world_size, drive, other, lost):
     """Each rank loses a drive, not always the same one."""
     tiers = "state, logged"
     with durable("bf16", drive, "run", tiers, other=other) as engine:
@@ -261,11 +263,6 @@ def on_ranks(rank, world_size, drive, other, lost):
         plain = whole(engine)
     assert_same(found[0], plain[0])
     assert found[1] == plain[1]
-
-
-@pytest.mark.parametrize("lost", [pytest.param((0, 0), marks=pytest.mark.slow), (0, 1)])
-def test_ranks_lose_drives(drive, other, lost):
-    run_ranks(on_ranks, 2, drive, other, lost)
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])

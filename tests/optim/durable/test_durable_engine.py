@@ -11,7 +11,7 @@ import pytest
 from nvme_offload import ResumeError, StateError, SwapIOError
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, settle, whole
 from tests.support.interrupts import sigint_at_update
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
 
@@ -83,17 +83,19 @@ def failing(engine):
         yield
 
 
-def go_on_with_one_rank_behind(rank, world_size, path, tiers):
-    with durable("bf16", path, "run", tiers) as engine:
+@pytest.mark.parametrize("tiers", [pytest.param("state", marks=pytest.mark.slow), "state, logged"])
+@on_ranks(2)
+def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(rank, world_size, drive, tiers):
+    with durable("bf16", drive, "run", tiers) as engine:
         assert engine.resume() is None
         steps_of(engine, rank, range(3))
-    with durable("bf16", path, "run", tiers) as engine:
+    with durable("bf16", drive, "run", tiers) as engine:
         run = engine.optimizer.durable.commits.run
         assert [manifest.step for manifest in run.found] == [3, 2]
         if rank == 1:  # killed before this one lasted
             run.found = run.found[1:]
         assert engine.resume() == (2, {})
-        assert_goes_on_to(engine, "bf16", path, 2, 4, rank=rank)
+        assert_goes_on_to(engine, "bf16", drive, 2, 4, rank=rank)
         with failing(engine) if rank else nullcontext(), warnings.catch_warnings(action="ignore"):
             steps_of(engine, rank, [4])
             settle(engine)
@@ -103,41 +105,33 @@ def go_on_with_one_rank_behind(rank, world_size, path, tiers):
         settle(engine)
         assert engine.optimizer.stats().committed_step == 6
         after = whole(engine)
-    with durable("bf16", path, "run", tiers) as engine:
+    with durable("bf16", drive, "run", tiers) as engine:
         assert engine.resume() == (6, {})
         assert_same(whole(engine)[0], after[0])
 
 
-@pytest.mark.parametrize("tiers", [pytest.param("state", marks=pytest.mark.slow), "state, logged"])
-def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(drive, tiers):
-    run_ranks(go_on_with_one_rank_behind, 2, drive, tiers)
-
-
-def begin_anew_where_the_first_commit_was_on_one_rank(rank, world_size, path):
+@on_ranks(2)
+def test_ranks_begin_anew_where_only_the_first_commit_of_all_was_under_way(rank, world_size, drive):
     def end_after(num_steps):
-        with durable("bf16", path, "run") as engine:
+        with durable("bf16", drive, "run") as engine:
             assert engine.resume() is None
             steps_of(engine, rank, range(num_steps))
             settle(engine)
 
     def lose_all():
-        with durable("bf16", path, "run") as engine:
+        with durable("bf16", drive, "run") as engine:
             if rank == 1:
                 engine.optimizer.durable.commits.run.forget_commits()
 
     end_after(1)
     lose_all()
-    with durable("bf16", path, "run") as engine:
+    with durable("bf16", drive, "run") as engine:
         assert engine.resume() is None
-        assert_goes_on_to(engine, "bf16", path, 0, 3, rank=rank)
+        assert_goes_on_to(engine, "bf16", drive, 0, 3, rank=rank)
         settle(engine)
     lose_all()
-    with durable("bf16", path, "run") as engine, pytest.raises(ResumeError, match="rank 1 has nothing"):
+    with durable("bf16", drive, "run") as engine, pytest.raises(ResumeError, match="rank 1 has nothing"):
         engine.resume()
-
-
-def test_ranks_begin_anew_where_only_the_first_commit_of_all_was_under_way(drive):
-    run_ranks(begin_anew_where_the_first_commit_was_on_one_rank, 2, drive)
 
 
 @pytest.mark.usefixtures("alone")
@@ -154,8 +148,9 @@ def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
         assert_goes_on_to(engine, "bf16", drive, 2, 4)
 
 
-def _stop_behind_the_first_step(rank, world_size, path):
-    with durable("bf16", path, "run") as engine:
+@on_ranks(2)
+def test_a_rank_whose_updates_stop_before_the_first_commit_keeps_no_other_waiting(rank, world_size, drive):
+    with durable("bf16", drive, "run") as engine:
         engine.optimizer.place()
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000 if rank else -1, -1))  # inside a block
         steps_of(engine, rank, [0])
@@ -165,19 +160,20 @@ def _stop_behind_the_first_step(rank, world_size, path):
                 engine.optimizer.synchronize()
             engine.optimizer.finish_step()
         steps_of(engine, rank, range(1, 3))
-        assert_same(whole(engine)[0], expected("bf16", path, 3, rank=rank)[0])
-    with durable("bf16", path, "run") as engine:
+        assert_same(whole(engine)[0], expected("bf16", drive, 3, rank=rank)[0])
+    with durable("bf16", drive, "run") as engine:
         assert engine.resume()[0] == 3
 
 
-def test_a_rank_whose_updates_stop_before_the_first_commit_keeps_no_other_waiting(drive):
-    run_ranks(_stop_behind_the_first_step, 2, drive)
-
-
-def _rewind_on_a_full_drive(rank, world_size, path, starts_again):
+@pytest.mark.parametrize("starts_again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_another(
+    rank, world_size, drive, starts_again
+):
     last = 4 if world_size == 1 else 3  # the other one has destroyed what is newer
     with ExitStack() as life:
-        engine = life.enter_context(durable("bf16", path, "run"))
+        engine = life.enter_context(durable("bf16", drive, "run"))
         steps_of(engine, rank, range(4))
         settle(engine)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0 if rank == world_size - 1 else -1, -1))
@@ -189,23 +185,23 @@ def _rewind_on_a_full_drive(rank, world_size, path, starts_again):
             engine.commit()
         if starts_again:
             life.close()
-            engine = life.enter_context(durable("bf16", path, "run"))
+            engine = life.enter_context(durable("bf16", drive, "run"))
         assert engine.resume() == (last, {})
-        assert_goes_on_to(engine, "bf16", path, last, 6, rank=rank)
+        assert_goes_on_to(engine, "bf16", drive, last, 6, rank=rank)
         assert engine.rewind() == (5, {})
-        assert_goes_on_to(engine, "bf16", path, 5, 6, rank=rank)
+        assert_goes_on_to(engine, "bf16", drive, 5, 6, rank=rank)
 
 
-@pytest.mark.parametrize("starts_again", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_another(drive, world_size, starts_again):
-    run_ranks(_rewind_on_a_full_drive, world_size, drive, starts_again)
+SLOW_LOSS = pytest.param(2, "unclipped, logged", 2, marks=pytest.mark.slow)
+LOSSES = [(1, "off", 0), (1, "unclipped, logged", 2), (2, "off", 2), SLOW_LOSS]
 
 
-def _lose_a_step(rank, world_size, path, tiers, first):
+@pytest.mark.parametrize(("world_size", "tiers", "first"), LOSSES)
+@on_ranks("world_size")
+def test_a_step_that_cannot_be_finished_is_gone_back_from_in_the_same_process(rank, world_size, drive, tiers, first):
     """A second Ctrl-C cuts an update off. Later a drive stops a step, which could be finished, and is given up."""
     is_last = rank == world_size - 1
-    with durable("bf16", path, "run", tiers) as engine:
+    with durable("bf16", drive, "run", tiers) as engine:
         steps_of(engine, rank, range(first))
         with ExitStack() as within:
             if is_last:
@@ -220,20 +216,11 @@ def _lose_a_step(rank, world_size, path, tiers, first):
             with pytest.raises(StateError, match=r"it cannot be finished: call resume\(\)"):
                 engine.step()
         assert engine.resume() == (first, {})
-        assert_goes_on_to(engine, "bf16", path, first, first + 2, tiers, rank=rank)
+        assert_goes_on_to(engine, "bf16", drive, first, first + 2, tiers, rank=rank)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0 if is_last else -1, -1))
         with pytest.raises(SwapIOError, match="EFBIG") if is_last else nullcontext():
             steps_of(engine, rank, [first + 2])
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         engine.zero_grad()
         assert engine.resume() == (first + 2, {})
-        assert_goes_on_to(engine, "bf16", path, first + 2, first + 4, tiers, rank=rank)
-
-
-SLOW_LOSS = pytest.param(2, "unclipped, logged", 2, marks=pytest.mark.slow)
-LOSSES = [(1, "off", 0), (1, "unclipped, logged", 2), (2, "off", 2), SLOW_LOSS]
-
-
-@pytest.mark.parametrize(("world_size", "tiers", "first"), LOSSES)
-def test_a_step_that_cannot_be_finished_is_gone_back_from_in_the_same_process(drive, world_size, tiers, first):
-    run_ranks(_lose_a_step, world_size, drive, tiers, first)
+        assert_goes_on_to(engine, "bf16", drive, first + 2, first + 4, tiers, rank=rank)

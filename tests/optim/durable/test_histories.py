@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nvme_offload import ResumeError
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.failing_drive import flip_bit
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
 
@@ -30,8 +30,9 @@ def refused(action, kind, words):
         action()
 
 
-def with_a_folder_from_before(rank, world_size, path):
-    folder, backup = path / f"nvme-durable-run-rank{rank}", path / f"backup{rank}"
+@on_ranks(2)
+def test_a_folder_restored_from_before_the_run_went_back_is_refused_and_never_mixed(rank, world_size, drive):
+    folder, backup = drive / f"nvme-durable-run-rank{rank}", drive / f"backup{rank}"
 
     def begin(engine):
         engine.resume()
@@ -41,7 +42,7 @@ def with_a_folder_from_before(rank, world_size, path):
         steps_of(engine, rank, range(3, 6))
         return at_snapshot
 
-    at_snapshot = in_life(path, rank, begin)
+    at_snapshot = in_life(drive, rank, begin)
     shutil.copytree(folder, backup)
 
     def in_another_history(back, steps):
@@ -50,7 +51,7 @@ def with_a_folder_from_before(rank, world_size, path):
             back(engine)
             steps_of(engine, rank, steps)
 
-        in_life(path, rank, act)
+        in_life(drive, rank, act)
         if rank == 1:
             shutil.rmtree(folder)
             shutil.copytree(backup, folder)
@@ -67,7 +68,7 @@ def with_a_folder_from_before(rank, world_size, path):
         assert_same(whole(engine)[0], at_snapshot)
         steps_of(engine, rank, range(3, 6))
 
-    in_life(path, rank, refuse)
+    in_life(drive, rank, refuse)
     shutil.rmtree(backup)
     shutil.copytree(folder, backup)
     in_another_history(lambda engine: engine.rewind(), range(25, 26))
@@ -78,15 +79,15 @@ def with_a_folder_from_before(rank, world_size, path):
         refused(engine.resume, ResumeError, words)  # nothing has changed
         assert engine.resume("before") == (3, {})
 
-    in_life(path, rank, refuse_where_they_parted)
+    in_life(drive, rank, refuse_where_they_parted)
 
 
-def test_a_folder_restored_from_before_the_run_went_back_is_refused_and_never_mixed(drive):
-    run_ranks(with_a_folder_from_before, 2, drive)
+WORDS = ("snapshot", "prepared", "unreadable")
 
 
-def with_half_a_snapshot(rank, world_size, path):
-    folder = path / f"nvme-durable-run-rank{rank}"
+@on_ranks(2)
+def test_a_snapshot_that_one_rank_lacks_is_completed_or_refused_on_all_ranks(rank, world_size, drive):
+    folder = drive / f"nvme-durable-run-rank{rank}"
 
     def begin(engine):
         engine.resume()
@@ -95,7 +96,7 @@ def with_half_a_snapshot(rank, world_size, path):
             assert engine.snapshot(name) == 2
         steps_of(engine, rank, range(2, 4))
 
-    in_life(path, rank, begin)
+    in_life(drive, rank, begin)
     (folder / "snapshot.gone").rename(folder / "prepared.gone")
     if rank == 1:
         (folder / "snapshot.lost").unlink()
@@ -121,15 +122,8 @@ def with_half_a_snapshot(rank, world_size, path):
             refused(lambda: engine.snapshot("lost"), OSError, "No space left")
         assert engine.snapshot("lost") == 4
 
-    in_life(path, rank, look)
+    in_life(drive, rank, look)
     assert {file.name for file in folder.iterdir() if "." in file.name and file.name.split(".")[0] in WORDS} == {
         "snapshot.lost",
         "snapshot.withdrawn",
     }
-
-
-WORDS = ("snapshot", "prepared", "unreadable")
-
-
-def test_a_snapshot_that_one_rank_lacks_is_completed_or_refused_on_all_ranks(drive):
-    run_ranks(with_half_a_snapshot, 2, drive)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from nvme_offload import ConfigWarning, OffloadAdamW, SwapIOError
 from tests.support.failing_drive import Failing, Op
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import PRECISIONS, be_eager, loss_of, make, section, wait_for_guessed
 
@@ -305,7 +305,19 @@ def fail_once(engine):
     run.commit = fail
 
 
-def train_with_others(rank, world_size, path, schedule, period, precision, accumulation):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "period", "precision", "accumulation"),
+    [
+        ("backward", 1, "fp32", 2),  # whose gradients are added up in the memory that a unit was reduced into
+        ("speculate", 1, "mixed", 2),
+        ("speculate", 3, "bf16", 1),
+    ],
+)
+@on_ranks(2)
+def test_ranks_of_a_durable_run_begin_in_backward(
+    rank, world_size, tmp_path, schedule, period, precision, accumulation
+):
     """Between the backward after a commit that failed on one rank and its step, everybody dies, and others go on."""
     exact = {"gradient_clipping": 0.0, "skip_non_finite": False} if schedule == "backward" else {}
     scales = (1,) * len(SCALES) if schedule == "backward" else SCALES
@@ -324,15 +336,15 @@ def train_with_others(rank, world_size, path, schedule, period, precision, accum
                 engine.optimizer.store.pipeline.synchronize()
                 dist.barrier()
                 if rank == 0:
-                    shutil.copytree(path, path / "found", ignore=lambda *_: {"found"})
+                    shutil.copytree(tmp_path, tmp_path / "found", ignore=lambda *_: {"found"})
                 dist.barrier()
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         be_eager(patch)
-        plain, _, _ = trained(config_of(path, "off", accumulation, **more), scales)
-        ours, stats, num_begun = trained(lasting(path), scales, lose_and_die)
-        before, _, _ = trained(config_of(path, "off", accumulation, **more), scales[:LOST])
-        with model(lasting(path / "found")) as engine:
+        plain, _, _ = trained(config_of(tmp_path, "off", accumulation, **more), scales)
+        ours, stats, num_begun = trained(lasting(tmp_path), scales, lose_and_die)
+        before, _, _ = trained(config_of(tmp_path, "off", accumulation, **more), scales[:LOST])
+        with model(lasting(tmp_path / "found")) as engine:
             assert engine.resume()[0] == LOST
             assert_same(full_state(engine.module, engine.optimizer), {n: v for n, v in before.items() if n != "seen"})
     assert_same(ours, plain)
@@ -342,21 +354,9 @@ def train_with_others(rank, world_size, path, schedule, period, precision, accum
     assert (stats.wrong_guesses > 0) == (schedule == "speculate")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "period", "precision", "accumulation"),
-    [
-        ("backward", 1, "fp32", 2),  # whose gradients are added up in the memory that a unit was reduced into
-        ("speculate", 1, "mixed", 2),
-        ("speculate", 3, "bf16", 1),
-    ],
-)
-def test_ranks_of_a_durable_run_begin_in_backward(tmp_path, schedule, period, precision, accumulation):
-    run_ranks(train_with_others, 2, tmp_path, schedule, period, precision, accumulation)
-
-
-def train_without_asking(rank, world_size, path):
-    config = config_of(path, "backward", gradient_clipping=0.0, skip_non_finite=False)
+@on_ranks(2)
+def test_ranks_that_do_not_say_which_backward_is_the_last_begin_in_the_step(rank, world_size, tmp_path):
+    config = config_of(tmp_path, "backward", gradient_clipping=0.0, skip_non_finite=False)
     config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
     with model(config) as engine, warnings.catch_warnings(record=True, action="always", category=ConfigWarning) as said:
         engine.optimizer.durable.commits.engines_model = None  # the loop here is without it
@@ -372,7 +372,3 @@ def train_without_asking(rank, world_size, path):
         assert begun[0] == begun[1] == begun[2] < begun[3] < begun[4], "in the first nothing was committed before"
     ours = [str(warning.message) for warning in said if warning.category is ConfigWarning]
     assert [text.count("expect_step") for text in ours] == [1] * (rank == 0)  # it speaks for all
-
-
-def test_ranks_that_do_not_say_which_backward_is_the_last_begin_in_the_step(tmp_path):
-    run_ranks(train_without_asking, 2, tmp_path)

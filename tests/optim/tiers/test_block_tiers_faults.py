@@ -23,7 +23,7 @@ from nvme_offload import (
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.failing_drive import Failing, Op
-from tests.support.ranks import be_alone, run_ranks
+from tests.support.ranks import be_alone, on_ranks
 from tests.support.sharded_model import CAN_GO_ON, assert_same, backward, full_state, sharded_model
 from tests.support.sharded_model import make as make_groups
 from tests.support.tiers import ACCUMULATION, EVERYTHING, Model, loss_of, make, section, train_step
@@ -207,9 +207,10 @@ def test_an_unreadable_block_is_named_and_the_training_goes_on(alone, tmp_path, 
         assert_same(full_state(engine.module, engine.optimizer), undisturbed(stage, tied))
 
 
-def cannot_read_its_shard(rank, world_size, path):
+@on_ranks(2)
+def test_an_unreadable_block_on_several_ranks_ends_the_training(rank, world_size, tmp_path):
     """On both ranks at once: one alone would leave the other in a collective."""
-    config = section(path, **EVERYTHING)
+    config = section(tmp_path, **EVERYTHING)
     config["aio"]["engine"] = "aiofiles"
     with make(config, num_layers=LAYERS) as engine:
         train_step(engine, 0, rank)
@@ -218,10 +219,6 @@ def cannot_read_its_shard(rank, world_size, path):
         assert "end them all" in caught.value.__notes__[-1]
         with pytest.raises(StateError, match=r"cut off, actual one\..* end them all"):
             loss_of(engine, 1)
-
-
-def test_an_unreadable_block_on_several_ranks_ends_the_training(tmp_path):
-    run_ranks(cannot_read_its_shard, 2, tmp_path)
 
 
 def test_a_step_is_finished_with_the_gradients_it_began_with(alone, tmp_path):

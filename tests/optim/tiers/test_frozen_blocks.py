@@ -10,7 +10,7 @@ from torch import nn
 
 from nvme_offload import ClosedError, OffloadAdamW, initialize
 from nvme_offload.optim.telemetry import run_record
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import SHARDS_CODES, assert_same, full_state
 from tests.support.small_llama import LENGTH, llama
 from tests.support.tiers import EVERYTHING, Model, loss_of, section, train_step
@@ -195,7 +195,23 @@ def quantized_training(engine, rank):
     return losses, written[-1] - written[0]
 
 
-def train_on_a_quantized_base(rank, world_size, path, keys):
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@SHARDS_CODES
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        pytest.param(1, BF16, marks=pytest.mark.slow),
+        (1, FP16),
+        pytest.param(2, BF16, marks=pytest.mark.slow),
+        pytest.param(2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, marks=pytest.mark.slow),
+    ],
+    ids=["bf16", "fp16", "bf16 on two ranks", "autocast on two ranks"],
+)
+@on_ranks("ranks")
+def test_a_quantized_base_is_its_bytes_on_the_tier(rank, world_size, tmp_path, keys):
     """The first and the last layer have nothing but codes beside what is trained; the others a frozen norm, too."""
     results = []
     for tiers in ({}, {"param": "nvme", "grads": "nvme", "buffer_count": 3}):
@@ -204,8 +220,8 @@ def train_on_a_quantized_base(rank, world_size, path, keys):
         model = nn.Sequential(*(Quantized(dtype, 13) for dtype in AS_STORED), Quantized(torch.uint8, 13))
         for layer in model[1:-1]:
             layer.norm = nn.LayerNorm(16).requires_grad_(False)
-        saved = path / f"saved {len(tiers)}"
-        with initialize(model, section(path, **tiers, accumulation=1) | keys) as engine:
+        saved = tmp_path / f"saved {len(tiers)}"
+        with initialize(model, section(tmp_path, **tiers, accumulation=1) | keys) as engine:
             losses, written = quantized_training(engine, rank)
             weights = {name: value.clone() for name, value in engine.weights("own")}
             engine.save_checkpoint(saved)
@@ -228,25 +244,6 @@ def train_on_a_quantized_base(rank, world_size, path, keys):
         if name.endswith("codes"):
             assert torch.equal(as_bytes(value), as_bytes(files[name])), name
             assert exported[name].dtype is files[name].dtype is value.dtype
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-@SHARDS_CODES
-@pytest.mark.parametrize(
-    ("ranks", "keys"),
-    [
-        pytest.param(1, BF16, marks=pytest.mark.slow),
-        (1, FP16),
-        pytest.param(2, BF16, marks=pytest.mark.slow),
-        pytest.param(2, {**FP32, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, marks=pytest.mark.slow),
-    ],
-    ids=["bf16", "fp16", "bf16 on two ranks", "autocast on two ranks"],
-)
-def test_a_quantized_base_is_its_bytes_on_the_tier(tmp_path, ranks, keys):
-    run_ranks(train_on_a_quantized_base, ranks, tmp_path, keys)
 
 
 @SHARDS_CODES

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import get_full_param, initialize, set_full_param, split_parameters
-from tests.support.ranks import be_alone, run_ranks
+from tests.support.ranks import be_alone, on_ranks
 from tests.support.tiers import EVERYTHING, PRECISIONS, section
 
 ROWS = 13
@@ -63,11 +63,24 @@ def check(engine, codes):
         assert name.endswith("codes") or param.dtype is torch.float32
 
 
-def go_through(rank, world_size, path, precision, dtype):
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        pytest.param("autocast", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("mixed", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("ranks")
+def test_every_pattern_of_a_frozen_16_bit_base_stays_in_every_stage_and_tier(
+    rank, world_size, tmp_path, precision, dtype
+):
     codes = patterns(dtype)
     for stage, tiers in ((0, {}), (1, {"param": "cpu"}), (2, EVERYTHING), (3, {}), (3, EVERYTHING)):
-        config = section(path, stage=stage, **tiers) | PRECISIONS[precision]
-        saved = path / f"{stage} {len(tiers)}"
+        config = section(tmp_path, stage=stage, **tiers) | PRECISIONS[precision]
+        saved = tmp_path / f"{stage} {len(tiers)}"
         with initialize(packed(dtype), config, blocks=["0", "1"]) as engine:
             train(engine)
             check(engine, codes)
@@ -85,20 +98,6 @@ def go_through(rank, world_size, path, precision, dtype):
         with initialize(model, config, blocks=["0", "1"], weights=saved / "fp32") as engine:
             check(engine, codes)
             train(engine)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-        pytest.param("autocast", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("mixed", torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_every_pattern_of_a_frozen_16_bit_base_stays_in_every_stage_and_tier(tmp_path, ranks, precision, dtype):
-    run_ranks(go_through, ranks, tmp_path, precision, dtype)
 
 
 class Made(TorchDispatchMode):
@@ -134,19 +133,16 @@ def test_no_fp32_copy_of_a_frozen_16_bit_base_is_made_from_birth_to_export(alone
         assert made.found, "it sees what is made of a base that is trained"
 
 
-def resume_a_run(rank, world_size, path):
-    config = section(path, **EVERYTHING)
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_durable_run_over_packed_codes_is_resumed(rank, world_size, tmp_path):
+    config = section(tmp_path, **EVERYTHING)
     config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
     for goes_on in (False, True):
         with initialize(packed(torch.bfloat16), config, blocks=["0", "1"]) as engine:
             assert (engine.resume() is not None) is goes_on
             train(engine)
             check(engine, patterns(torch.bfloat16))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_durable_run_over_packed_codes_is_resumed(tmp_path, ranks):
-    run_ranks(resume_a_run, ranks, tmp_path)
 
 
 def test_split_parameters_leaves_packed_codes_as_they_are(alone):

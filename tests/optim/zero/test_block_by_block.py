@@ -23,7 +23,7 @@ from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, 
 from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.rules import CASES
 from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import EVERYTHING, PRECISIONS, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
@@ -126,7 +126,9 @@ def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, steps, case):
     assert "durable" in case or not list(tmp_path.iterdir())
 
 
-def train_on_ranks(rank, world_size, path, steps):
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
+@on_ranks(2)
+def test_the_bits_are_the_same_on_two_ranks_in_every_stage(rank, world_size, tmp_path, steps):
     few = [("fp16", 1, True, 2), ("bf16", 2, False, 2), ("bf16", 3, True, 3)]
     every = itertools.chain(
         itertools.product(["bf16"], (1, 2, 3), (True, False), (1, 2, 8)),
@@ -134,13 +136,8 @@ def train_on_ranks(rank, world_size, path, steps):
     )
     for precision, stage, tied, count in few if steps == 2 else every:
         wanted = train(config_of(None, "horizontal", count, precision, stage=stage), steps, rank, tied=tied)
-        config = config_of(path, "vertical", count, precision, stage=stage, **EVERYTHING)
+        config = config_of(tmp_path, "vertical", count, precision, stage=stage, **EVERYTHING)
         compare(wanted, train(config, steps, rank, tied=tied))
-
-
-@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
-def test_the_bits_are_the_same_on_two_ranks_in_every_stage(tmp_path, steps):
-    run_ranks(train_on_ranks, 2, tmp_path, steps)
 
 
 BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
@@ -582,8 +579,11 @@ def test_ranks_with_other_numbers_of_micro_batches_get_words(tmp_path):
     assert first == second
 
 
-def one_cannot(rank, world_size, path, order):
-    with make(config_of(path, order, **EVERYTHING), num_layers=3) as engine:
+@GOES_ON
+@pytest.mark.parametrize("order", ["auto", "vertical"])
+@on_ranks(2)
+def test_what_one_rank_cannot_do_is_done_by_none(rank, world_size, tmp_path, order):
+    with make(config_of(tmp_path, order, **EVERYTHING), num_layers=3) as engine:
         model, said = engine.module, "forwards change seen of the model"
         model.seen, heard = [], said if rank else f"on rank 1 {said}"
         hook = model.embedding.register_forward_hook(lambda *_: model.seen.append(rank) if rank else None)
@@ -598,12 +598,6 @@ def one_cannot(rank, world_size, path, order):
         model.uses = [0, 1 + rank]
         with pytest.raises(StateError, match=r"same blocks on all ranks.*'layers.1' on one, of 'layers.2' on another"):
             step_of(engine, 2, rank)
-
-
-@GOES_ON
-@pytest.mark.parametrize("order", ["auto", "vertical"])
-def test_what_one_rank_cannot_do_is_done_by_none(tmp_path, order):
-    run_ranks(one_cannot, 2, tmp_path, order)
 
 
 @GOES_ON
@@ -766,7 +760,8 @@ def test_a_mistake_is_found(alone, tmp_path, monkeypatch, name):
         compare(wanted, train(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), 3))
 
 
-def reduce_alone(rank, world_size, path):
+@on_ranks(2)
+def test_a_block_that_is_updated_before_the_gradients_of_all_ranks_is_found(rank, world_size, tmp_path):
     """Gradients of this rank are taken before those of the other one are there."""
 
     def take_own(_, output_tensor, input_tensor, group, op, async_op=False):
@@ -775,8 +770,4 @@ def reduce_alone(rank, world_size, path):
     wanted = train(config_of(None, "horizontal", 2), 2, rank)
     take_in_place_of_reductions(take_own)
     with pytest.raises(AssertionError):
-        compare(wanted, train(config_of(path, "vertical", 2, **EVERYTHING), 2, rank))
-
-
-def test_a_block_that_is_updated_before_the_gradients_of_all_ranks_is_found(tmp_path):
-    run_ranks(reduce_alone, 2, tmp_path)
+        compare(wanted, train(config_of(tmp_path, "vertical", 2, **EVERYTHING), 2, rank))

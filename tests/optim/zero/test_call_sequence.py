@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nvme_offload import OffloadAdamW, OffloadSGD, StateError, initialize, split_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.small_engine import BF16, FP16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
 
@@ -132,7 +132,9 @@ SEQUENCES = [
 ]
 
 
-def beside_plain_fsdp2(rank, world_size):
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks("world_size")
+def test_every_sequence_gives_the_bits_of_plain_fsdp2(rank, world_size):
     for stage, accumulation, of_engine, of_plain in SEQUENCES:
         config = section(stage, **BF16, gradient_accumulation_steps=accumulation)
         plain = Plain(accumulation)
@@ -143,11 +145,6 @@ def beside_plain_fsdp2(rank, world_size):
             assert engine.global_steps == STEPS
             assert engine.get_global_grad_norm() == plain.optimizer.total_norm
             assert_same(full_state(engine.module, engine.optimizer), full_state(plain.module, plain.optimizer))
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_sequence_gives_the_bits_of_plain_fsdp2(world_size):
-    run_ranks(beside_plain_fsdp2, world_size)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload import ClosedError, ConfigError, OffloadEngine, TensorSwapper, initialize
 from tests.support.interrupts import sigint_at_update
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import GOES_ON, Model, assert_same, full_state
 from tests.support.small_engine import BF16, HYPERPARAMETERS, backward, fresh_model, loss_of, section
 
@@ -96,7 +96,8 @@ def test_an_overflow_on_one_rank_skips_on_all_and_moves_the_scale():
     assert run_ranks(overflow_on_one_rank, 2) == [expected, expected]
 
 
-def refuse_on_two_ranks(rank, world_size):
+@on_ranks(2)
+def test_what_two_ranks_cannot_do_is_refused_by_key(rank, world_size):
     half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage = 0: .*dp_replicate has .* or write 1"):
         initialize(fresh_model(), section(0), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")))
@@ -104,10 +105,6 @@ def refuse_on_two_ranks(rank, world_size):
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
     with pytest.raises(ConfigError, match=r"train_batch_size = 12: .* is 16; write 16"):
         initialize(fresh_model(), section(**sizes))
-
-
-def test_what_two_ranks_cannot_do_is_refused_by_key():
-    run_ranks(refuse_on_two_ranks, 2)
 
 
 @pytest.fixture
@@ -288,7 +285,10 @@ def fail(*_):
     raise ZeroDivisionError
 
 
-def after_an_exception(rank, world_size):
+@GOES_ON
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_an_exception_that_is_caught_leaves_nothing_of_its_pass(rank, world_size):
     """A forward or a backward ends in one, all ranks catch it, and somebody changes the weights."""
     ends = []
     for register in (None, "register_forward_pre_hook", "register_full_backward_hook"):
@@ -306,12 +306,6 @@ def after_an_exception(rank, world_size):
             ends.append(full_state(engine.module, engine.optimizer))
     for end in ends[1:]:
         assert_same(end, ends[0])
-
-
-@GOES_ON
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_exception_that_is_caught_leaves_nothing_of_its_pass(world_size):
-    run_ranks(after_an_exception, world_size)
 
 
 @pytest.mark.filterwarnings("error")

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from nvme_offload import StateError, get_full_grad, get_full_param, initialize
 from tests.support import tiers
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import CAN_GO_ON
 from tests.support.small_engine import BF16, section
 
@@ -124,21 +124,18 @@ def same_bits(rank, config, kinds):
         assert all(torch.equal(others[name], value) for name, value in weights.items()), (kind, config)
 
 
-def every_kind(rank, world_size, path):
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks("world_size")
+def test_any_object_trains_with_the_bits_of_a_dict(rank, world_size, tmp_path):
     """Several ranks try each at stage 3, the deepest at every stage; one tries all on NVMe, and updates in backward."""
     if world_size > 1:
         for stage in range(4):
             same_bits(rank, section(stage), KINDS.keys() - {"dict"} if stage == 3 else ["nested"])
         return
     same_bits(rank, section(3), ["nested"])
-    same_bits(rank, tiers.section(path, **tiers.EVERYTHING, accumulation=2), ["namespace"])
+    same_bits(rank, tiers.section(tmp_path, **tiers.EVERYTHING, accumulation=2), ["namespace"])
     in_backward = {"overlap_step": "backward", "skip_non_finite": False, **BF16}
-    same_bits(rank, {**section(3, path, **in_backward), "gradient_clipping": 0.0}, ["namespace"])
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_any_object_trains_with_the_bits_of_a_dict(tmp_path, world_size):
-    run_ranks(every_kind, world_size, tmp_path)
+    same_bits(rank, {**section(3, tmp_path, **in_backward), "gradient_clipping": 0.0}, ["namespace"])
 
 
 @pytest.mark.usefixtures("alone")
@@ -179,15 +176,12 @@ def hides_its_tensors(rank, stage):
         assert all(torch.equal(get_full_param(p), weights[name]) for name, p in engine.named_parameters())
 
 
-def no_gradient(rank, world_size):
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_a_step_without_any_gradient_is_an_error_on_all_ranks(rank, world_size):
     """At stage 3 several ranks have freed, before backward, what is gathered."""
     for stage in range(4 - (world_size > 1)):
         hides_its_tensors(rank, stage)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_without_any_gradient_is_an_error_on_all_ranks(world_size):
-    run_ranks(no_gradient, world_size)
 
 
 class Experts(nn.Module):
@@ -204,7 +198,8 @@ class Experts(nn.Module):
         return sum((outputs[busy] for busy in [[[0, 1], []], [[1, 2], [3]]][rank][micro]), hidden).square().mean()
 
 
-def some_idle(rank, world_size):
+@on_ranks(2)
+def test_a_rank_has_zeros_of_an_expert_that_is_idle_there_and_none_where_it_is_idle_on_all(rank, world_size):
     """One group has what plain models have, shared out. In a group each, they come in another order, and then alike."""
     plain = [Experts() for _ in range(world_size)]
     for of, model in enumerate(plain):
@@ -232,11 +227,8 @@ def some_idle(rank, world_size):
             assert torch.equal(get_full_grad(param), grad) if grad is not None else param.grad is None
 
 
-def test_a_rank_has_zeros_of_an_expert_that_is_idle_there_and_none_where_it_is_idle_on_all():
-    run_ranks(some_idle, 2)
-
-
-def stages(rank, world_size):
+@on_ranks(2)
+def test_one_stage_of_a_pipeline_may_be_without_gradients(rank, world_size):
     """Each rank is a stage; a step needs a gradient on one of them."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
     with initialize(Experts(), section(1, gradient_accumulation_steps=1), mesh=mesh) as engine:
@@ -250,7 +242,3 @@ def stages(rank, world_size):
         engine.module(0, 0).backward()
         engine.step()
         assert engine.global_steps == 4
-
-
-def test_one_stage_of_a_pipeline_may_be_without_gradients():
-    run_ranks(stages, 2)

@@ -15,7 +15,7 @@ from nvme_offload import PeerError, StateError, SwapIOError
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.optim.ranks.drives import ranks_of
 from tests.optim.tiers.test_block_tiers_faults import unreadable
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, loss_of, make, section, train_step
 
@@ -106,8 +106,9 @@ def test_an_io_error_in_a_step_is_said_too_and_the_step_is_finished(tmp_path):
     assert said.endswith("This rank waits in its next collective until that rank has repeated the call")
 
 
-def one_fails_in_an_update(rank, world_size, path):
-    config = section(path, state="nvme", accumulation=1) | {"overlap_step": "backward", "skip_non_finite": False}
+@on_ranks(2)
+def test_an_io_error_of_an_update_in_backward_says_one_way_on(rank, world_size, tmp_path):
+    config = section(tmp_path, state="nvme", accumulation=1) | {"overlap_step": "backward", "skip_non_finite": False}
     with make(config | {"gradient_clipping": 0.0}, num_layers=4, width=150) as engine:
         train_step(engine, 0, rank)
         loss = loss_of(engine, 1, rank)
@@ -120,10 +121,6 @@ def one_fails_in_an_update(rank, world_size, path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         assert rank == 0 or len(ways_on) <= 1, ways_on  # none where backward ended: the others wait
         dist.destroy_process_group()
-
-
-def test_an_io_error_of_an_update_in_backward_says_one_way_on(tmp_path):
-    run_ranks(one_fails_in_an_update, 2, tmp_path)
 
 
 def test_a_rank_is_given_to_who_reaches_it():

@@ -14,7 +14,7 @@ from nvme_offload.optim.zero import host_collectives
 from nvme_offload.optim.zero.host_collectives import KeptReduction, RingGather
 from nvme_offload.optim.zero.sharding import _Grouping
 from tests.support import build
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import Model as LanguageModel
 from tests.support.tiers import section, train_step
@@ -173,7 +173,9 @@ def test_a_region_that_is_too_small_makes_room_for_a_larger_one():
     assert memory.borrow(0, torch.float32).numel() == 0
 
 
-def gather_and_reduce(rank, world_size):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_they_give_what_torch_gives(rank, world_size):
     group, memory = dist.group.WORLD, KeptMemory()
     gather, reduction = RingGather(memory), KeptReduction(memory)
     for numel in (1, 5, 70_001):
@@ -194,11 +196,6 @@ def gather_and_reduce(rank, world_size):
         assert torch.equal(part, torch_part)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_they_give_what_torch_gives(num_ranks):
-    run_ranks(gather_and_reduce, num_ranks)
-
-
 class Mallinfo(ctypes.Structure):
     """What mallinfo2(3) gives: ten numbers, of which the fifth is of bytes in mappings of their own."""
 
@@ -211,7 +208,8 @@ def mapped_bytes():
     return mallinfo2().number_4
 
 
-def train_two_steps(rank, world_size, path):
+@on_ranks(2)
+def test_an_engine_keeps_what_it_gathers_in_and_leaves_malloc_as_it_is(rank, world_size, tmp_path):
     made = []
 
     class Watched(KeptMemory):
@@ -222,7 +220,7 @@ def train_two_steps(rank, world_size, path):
     host_collectives.KeptMemory = Watched
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512, bias=False), nn.GELU()) for _ in range(5)))
-    engine = initialize(model, build.section(path, stage=3))
+    engine = initialize(model, build.section(tmp_path, stage=3))
     kept = []
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 512)).float().square().mean())
@@ -237,7 +235,3 @@ def train_two_steps(rank, world_size, path):
     before = mapped_bytes()
     tensor = torch.ones(8 * MiB, dtype=torch.uint8)
     assert mapped_bytes() == before, tensor.numel()
-
-
-def test_an_engine_keeps_what_it_gathers_in_and_leaves_malloc_as_it_is(tmp_path):
-    run_ranks(train_two_steps, 2, tmp_path)
