@@ -22,6 +22,7 @@ from typing import Any
 from nvme_offload.offload.config.section import RUN_NAME
 from nvme_offload.offload.durable import owner
 from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.foreign import parse_json
 from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
 from nvme_offload.offload.storage.run_folder import is_at, make_run_folder, read_in, replace_in
@@ -68,11 +69,11 @@ def read_about(directory: Path) -> dict[str, Any] | None:
     """Return what `DurableDirectory.say` wrote, or None; ResumeError: it is damaged, or of a newer version."""
     path = directory / ABOUT_NAME
     try:
-        about: dict[str, Any] = json.loads(read_in(directory, ABOUT_NAME))
+        about: dict[str, Any] = parse_json(read_in(directory, ABOUT_NAME).decode())
         written_by = about["format"]
     except FileNotFoundError:
         return None
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ResumeError(path, f"cannot be read: {error}") from error
     if written_by != FORMAT:
         raise ResumeError(

@@ -1,5 +1,7 @@
 """`offload runs`: which durable runs there are, and an end to those that nobody needs."""
 
+import errno
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot
+from nvme_offload.offload.durable.inventory import RunFound, find_runs, remove_run, remove_snapshot, without_lost
 from nvme_offload.offload.errors import OffloadError, StateError
 from nvme_offload.offload.foreign import read_text
 from nvme_offload.offload.units import format_bytes, parse_bytes
@@ -53,7 +55,7 @@ def list_runs(paths: Paths, as_json: Json = False) -> None:
 
     A PATH may also be a file that --json printed on another host: a run on several hosts is one line then.
     """
-    listings = [path for path in paths if path.exists() and not path.is_dir()]
+    listings = [path for path in paths if os.path.exists(path) and not os.path.isdir(path)]
     found = _found([path for path in paths if path not in listings])
     for listing in listings:
         try:
@@ -175,13 +177,16 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
 
 
 def _found(folders: Sequence[Path]) -> list[RunFound]:
-    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+    """Return the runs below folders; what is on a drive that is dead is left out, and said."""
+    here, lost = without_lost(folders)
+    if missing := [str(error.path) for error in lost if error.errno in (errno.ENOENT, errno.ENOTDIR)]:
         what = "is no directory: name a folder that a section has as nvme_path"
         raise typer.BadParameter(f"{', '.join(missing)} {what}", param_hint="PATH")
-    try:
-        return find_runs(folders)
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from error
+    if lost and not here:
+        raise typer.BadParameter(str(lost[0]), param_hint="PATH") from lost[0]
+    for error in lost:
+        typer.echo(f"offload: left out: {error}", err=True)
+    return find_runs(here)
 
 
 def _table(found: Sequence[RunFound]) -> str:

@@ -1,5 +1,6 @@
 """`offload runs` lists durable runs without touching them, and removes those that nobody is in."""
 
+import errno
 import json
 import os
 import re
@@ -10,7 +11,9 @@ import pytest
 
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
+from tests.perf.test_malformed import FILES
 from tests.support.durable_run import IDENTITY, SmallRun, offload_runs
+from tests.support.failing_drive import dead
 
 
 @pytest.fixture
@@ -191,3 +194,33 @@ def test_words_that_lead_nowhere(paths, arguments):
     code, output = offload_runs(*(argument.format(a=paths[0]) for argument in arguments))
     assert code == 2, output
     assert "Errno" not in output
+
+
+@pytest.mark.parametrize("place", ["", "run.json", "swap", "manifest.1", "owner", "snapshot.kept", "identity"])
+def test_one_bad_run_takes_no_other_along(paths, place):
+    """Whatever is in its place, the others are listed."""
+    folders = {}
+    for name in ("good", *FILES):
+        run = SmallRun(paths, name=name.replace(" ", "-"))
+        run.begin()
+        run.commit("0", 0)
+        run.snapshot("kept")
+        folders[name] = run.run.folder
+        run.close()
+    for kind in FILES.keys() - {"longer than any"} if place else FILES:
+        [file] = folders[kind].glob(f"{place}*") if place else [folders[kind]]
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        FILES[kind](file)
+    code, output = offload_runs(*paths)
+    assert code == 0, output
+    assert re.search(r"^good .* 0 ", output, re.MULTILINE), output
+    assert not set(output) & {"\x1b", "\x07"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_of_two_folders_the_one_on_a_dead_drive_is_left_out_and_named(small, paths, tmp_path, code):
+    with dead(tmp_path, code):
+        status, output = offload_runs(*paths, tmp_path)
+    assert status == 0
+    assert f"left out: {tmp_path} cannot be used: {errno.errorcode[code]}" in output
+    assert re.search(r"^small ", output, re.MULTILINE)
