@@ -222,7 +222,7 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
     modules = model.named_modules()
     named = {id(group): (name, group) for name, module in modules for group in fsdp_param_groups(module)}
     names = [name for name, _ in named.values()]
-    most = max(len(group.fsdp_params) for _, group in named.values())
+    most = max((len(group.fsdp_params) for _, group in named.values()), default=0)
 
     def ask(number: int, has: Sequence[bool] = (), refusal: str = "") -> list[int]:
         return of_any(names, number, [*has, *[False] * (most - len(has))], refusal)
@@ -239,6 +239,19 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
     for number, (_, group) in enumerate(named.values()):
         group.post_backward = partial(post_backward, number, group, group.post_backward)
     _asking[model] = ask, {key: len(names) + number for number, key in enumerate(named)}
+
+
+def after_each_backward(model: torch.nn.Module, call: Callable[[], None]) -> None:
+    """Call something when FSDP2 has ended a backward: ``FSDPState._root_post_backward_final_callback``, whose ever."""
+
+    def end(end_backward: Callable[[], None]) -> None:
+        end_backward()
+        call()
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            state._root_post_backward_final_callback = partial(end, state._root_post_backward_final_callback)
 
 
 def _has_grad(fsdp_param: Any) -> bool:

@@ -145,8 +145,9 @@ class Birth:
             if new in born:  # tied: the first module that has it gave the value
                 return
             born.add(new)
-            dim, start, length = _local_range(new.current)
-            local = whole.narrow(dim, start, length).reshape(-1)
+            local = whole.reshape(-1)
+            if new.shape:
+                local = whole.narrow(*_local_range(new.current)).reshape(-1)
             _fill(new.current, lambda first, last: local[first:last], write)
 
         for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
@@ -180,7 +181,7 @@ def _fill(param: torch.Tensor, values: Elements, write: Write) -> None:
 
 
 def _stored_values(source: WeightSource, new: NewTensor) -> Elements:
-    dim, start, length = _local_range(new.current)
+    dim, start, length = _local_range(new.current) if new.shape else (0, 0, 1)
     if dim == 0:
         first = start * new.shape[1:].numel()
         return lambda begin, end: source.read(new, first + begin, first + end)

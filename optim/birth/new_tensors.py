@@ -35,6 +35,12 @@ class NewTensor:
         tensor: torch.Tensor = getattr(self.module, self.attribute)
         return tensor
 
+    def put(self, name: str, module: nn.Module, attribute: str) -> None:
+        """Note one more place of the tensor; it is reached at the first."""
+        if not self.names:
+            self.module, self.attribute = module, attribute
+        self.names.append(name)
+
     def set_buffer(self, value: torch.Tensor) -> None:
         """Replace the buffer by `value`."""
         self.module.register_buffer(self.attribute, value, persistent=self.persistent)
@@ -75,9 +81,7 @@ class BirthPlan:
     @staticmethod
     def _put(model: nn.Module, name: str, new: NewTensor, at: dict[tuple[nn.Module, str], NewTensor]) -> None:
         place = _place_of(model, name)
-        if not new.names:
-            new.module, new.attribute = place
-        new.names.append(name)
+        new.put(name, *place)
         at[place] = new
 
 

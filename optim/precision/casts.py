@@ -45,7 +45,7 @@ def cast_where_needed(model: nn.Module, plan: PrecisionPlan) -> None:
     gives fp32. What the model returns straight from such a module is fp32, wherever that was registered; and so is, for
     the model's own code, what the last module that has parameters gives: nothing after it computes in 16 bits.
     """
-    if not {precision.compute for precision in plan.parameters.values()} > {torch.float32}:
+    if not {plan[name].compute for name, param in model.named_parameters() if param.ndim} > {torch.float32}:
         return
     named = {param for name, param in model.named_parameters() if name in plan.named_fp32}
     bordered = list(_outermost_within(model, named))
@@ -236,7 +236,8 @@ def _own_dtype(name: str, module: nn.Module, plan: PrecisionPlan) -> torch.dtype
 
     In a model that arrived in one dtype only 16-bit modules are asked: what is fp32 there has borders.
     """
-    own = [f"{name}.{param}" if name else param for param, _ in module.named_parameters(recurse=False)]
+    named = module.named_parameters(recurse=False)
+    own = [f"{name}.{each}" if name else each for each, param in named if param.ndim]
     dtypes = {plan[param].compute for param in own}
     if len(dtypes) != 1 or not (_is_one_of(module, ONE_DTYPE) or _is_one_of(module, NORMS)):
         return None

@@ -26,6 +26,9 @@ from nvme_offload.optim.precision.watch import Lowered, Watch
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 
+_SCALAR = ParameterPrecision(torch.float32, torch.float32, torch.float32, torch.float32)
+"""Every rank has a parameter without dimensions. For fp32 without dimensions no operator in 16 bits gives fp32."""
+
 
 class PrecisionPlan:
     """The dtypes of one training run, computed once from the section and the model. Prints as a table.
@@ -92,6 +95,9 @@ class PrecisionPlan:
         beside = {param for params in own if params & whole for param in params - whole}  # 16-bit ones beside kept ones
         parameters = {}
         for name, param in model.named_parameters(remove_duplicate=False):
+            if param.ndim == 0 and not stays_as_it_came(param):
+                parameters[name] = _SCALAR
+                continue
             parameters[name] = precision = precision_of(
                 config,
                 kept=param in kept,
@@ -215,7 +221,11 @@ def _bytes(
     """Return bytes per parameter of one shard by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
-    tier_of = {"none": memory, "cpu": "memory", "nvme": "nvme"}
+    tier_of = (
+        {"none": memory, "cpu": "memory", "nvme": "nvme"}
+        if param.ndim
+        else dict.fromkeys(("none", "cpu", "nvme"), memory)
+    )
     storage = tier_of[zero.offload_param.device]
     if precision.kept_as:
         return {storage: precision.kept_as.itemsize}

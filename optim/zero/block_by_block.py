@@ -41,6 +41,7 @@ from nvme_offload.offload.errors import BlockOrderError, PeerError
 from nvme_offload.offload.warn import Once
 from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
 from nvme_offload.optim.zero.relay import Runner
+from nvme_offload.optim.zero.scalars import scalars_of
 
 BeginBackward = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 """It gets the loss, or None past the tail, and whether the micro-batch is the last one; it returns the scaled loss."""
@@ -197,7 +198,9 @@ class BlockByBlock:
         loss = self._begin_backward(forward.loss, forward is self._forwards[-1])
         out_of_order = self._turns.out_of_order(part for parts in self._parts.values() for part in parts)
         given = (ref() for each in self._forwards for call in each.calls for ref in call.arguments.stand_ins)
-        forward.find_last_uses({id(leaf) for leaf in (*out_of_order, *given)})
+        inside = (scalar for block in self._parts for scalar in scalars_of(block))
+        outside = {id(scalar) for scalar in scalars_of(self._root)}
+        forward.find_last_uses({id(leaf) for leaf in (*out_of_order, *given, *inside)}, outside)
         forward.loss = forward.loss.detach()
         self._go_through(forward, [Arriving(self._keeper, loss)], len(forward.calls))
 
@@ -274,10 +277,11 @@ class _Forward:
         self.ends = [end for end in self.ends if end.at != at]
         return found
 
-    def find_last_uses(self, out_of_order: set[int]) -> None:
+    def find_last_uses(self, out_of_order: set[int], scalars: set[int]) -> None:
         """Find where backward comes to parameters last.
 
-        BlockOrderError if it comes to code between blocks twice, or from there to one of the leaves with these ids.
+        BlockOrderError if it comes to code between blocks twice, from there to one of the leaves with these ids, or to
+        one of these scalars from two places.
         """
         parts: dict[int, list[torch.Tensor]] = {len(self.calls): [self.loss]}
         for end in sorted(self.ends, key=lambda end: -end.at):
@@ -290,7 +294,11 @@ class _Forward:
             while left:
                 node: Any = left.pop()
                 if hasattr(node, "variable"):  # a leaf, which takes gradients as often as they come
+                    used_at = self._last_uses.setdefault(id(node.variable), at)
                     self._last_uses[id(node.variable)] = at
+                    if id(node.variable) in scalars and used_at != at:
+                        why = "a parameter without dimensions is used in several places between blocks: its gradient"
+                        raise BlockOrderError(f"{why} would be added up in another order")
                     if id(node.variable) in out_of_order:
                         why = "what a block keeps beside its result (an attribute, what a hook saw), or parameters"
                         raise BlockOrderError(f"the loss depends on {why} themselves, as a penalty does")

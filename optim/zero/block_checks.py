@@ -87,14 +87,14 @@ class BlockChecks:
         param_names = {param: name for name, param in self.model.named_parameters()}
         taken: set[nn.Parameter] = set()
         for block in (*self.blocks, self.model):
-            params = [param for param in dict.fromkeys(block.parameters()) if param not in taken]
+            params = [param for param in dict.fromkeys(block.parameters()) if param not in taken and param.ndim]
             taken.update(params)
             alike: dict[Hashable, list[ShardSize]] = {}
             for param in params:
                 name = param_names[param]
                 precision = self.precision[name]
                 shape = local_tensor(param).shape
-                gathered = torch.Size([-(-shape[0] // self._num_shards), *shape[1:]]) if shape else shape
+                gathered = torch.Size([-(-shape[0] // self._num_shards), *shape[1:]])
                 form = Padded(gathered, precision.storage)
                 key = self.precision.policy_of(name), param.requires_grad
                 shard = ShardSize(form, param.numel(), precision, self.rules[name], param.requires_grad)

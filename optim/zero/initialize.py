@@ -382,12 +382,11 @@ def _check_parameters(model: nn.Module) -> None:
     params = list(model.parameters())
     if not params:
         raise ValueError("initialize: the model has no parameters")
+    if not any(param.ndim for param in params):
+        what = "all parameters are without dimensions, and FSDP2 shards none of these"
+        raise ValueError(f"initialize: {what}: train them with OffloadAdamW(model.parameters(), offload=...)")
     for name, param in model.named_parameters():
         check_is_no_wrapper(local_tensor(param), f"initialize: {name!r}")
-    if scalar := next((name for name, param in model.named_parameters() if param.ndim == 0), None):
-        owner, _, own = f"model.{scalar}".rpartition(".")
-        remedy = f"write {owner}.{own} = torch.nn.Parameter({owner}.{own}.detach()[None]) before it"
-        raise ValueError(f"initialize: {scalar!r} is a scalar, and FSDP2 cuts the first dimension: {remedy}")
     if strided := next((name for name, param in model.named_parameters() if not param.is_contiguous()), None):
         remedy = f"write param = model.get_parameter({strided!r}); param.data = param.data.contiguous() before it"
         raise ValueError(f"initialize: {strided!r} is not contiguous, as FSDP2 needs parameters: {remedy}")

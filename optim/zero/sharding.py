@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from nvme_offload.offload._fsdp_passes import (
+    after_each_backward,
     compute_on_shards,
     gather_by_itself,
     gather_outside_inference_mode,
@@ -44,6 +45,7 @@ from nvme_offload.optim.tiers.parts import (
 )
 from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
 from nvme_offload.optim.zero.outputs import train_through_any_output
+from nvme_offload.optim.zero.scalars import ScalarGradients, scalars_of
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
@@ -71,6 +73,9 @@ def shard_with_precision(
     for param in model.parameters():
         if not stays_as_it_came(param):
             _make_fp32(param)
+        if param.is_meta and param.ndim == 0:  # which nobody replaces by shards
+            zero = nn.Parameter(torch.zeros_like(param, device=mesh.device_type), param.requires_grad)
+            swap_tensors(param, zero)  # type: ignore[no-untyped-call]
     shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
     names = {param: name for name, param in model.named_parameters()}
 
@@ -126,7 +131,7 @@ def shard_model(
 
     Within a block, and in what is left, all modules of one gather and one reduce dtype are gathered together.
     """
-    grouping = _Grouping(model, blocks, plan)
+    grouping, scalars = _Grouping(model, blocks, plan), scalars_of(model)
     for modules, policy in grouping.groups:
         for module in modules:
             if type(module) is nn.Linear and module not in grouping.units:
@@ -135,7 +140,8 @@ def shard_model(
         # FSDP2 gathers a list again for backward when the gradient of the last module's output comes, which need not
         # be the first gradient, or come at all: the few parameters in lists stay.
         reshard = reshard_after_forward and len(modules) == 1
-        fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        ignored = set(scalars) or None  # every rank has them
+        fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     if hasattr(model, "generate"):  # that of a model with encoder and decoder calls the encoder before the model
         register_fsdp_forward_method(model, "generate")
     train_through_any_output(model)
@@ -145,7 +151,10 @@ def shard_model(
         for module in model.modules():
             compute_on_shards(module)
     else:
-        reduce_alike(model, partial(_of_any_rank, host_groups(mesh)))
+        on_host = host_groups(mesh)
+        reduce_alike(model, partial(_of_any_rank, on_host))
+        if scalars:
+            after_each_backward(model, ScalarGradients(scalars, mesh.get_all_groups(), on_host).reduce)
         if is_host(torch.device(mesh.device_type)):
             gather_in_kept_memory(model)
     for module in model.modules():
@@ -218,7 +227,7 @@ class _Grouping:
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], plan: PrecisionPlan) -> None:
         self.groups: list[tuple[list[nn.Module], MixedPrecisionPolicy]] = []
-        self._policies = {param: plan.policy_of(name) for name, param in model.named_parameters()}
+        self._policies = {param: plan.policy_of(name) for name, param in model.named_parameters() if param.ndim}
         self._blocks = dict.fromkeys(blocks)
         for module in model.modules():
             self._gather_own_together(module)
@@ -229,7 +238,7 @@ class _Grouping:
     def _add(self, unit: nn.Module) -> None:
         """A unit has the policy of its own parameters, or of most that is in it, and one list for each other policy."""
         sizes: dict[MixedPrecisionPolicy, int] = {}
-        for param in dict.fromkeys(params_outside(unit, self._blocks)):
+        for param in self._sharded(params_outside(unit, self._blocks)):
             sizes[self._policies[param]] = sizes.get(self._policies[param], 0) + param.numel()
         largest = max(sizes, key=sizes.__getitem__, default=MixedPrecisionPolicy())
         own = next(iter(self._policies_of(unit)), largest)
@@ -243,7 +252,7 @@ class _Grouping:
     ) -> None:
         """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own."""
         for child in module.children():
-            policies = {self._policies[param] for param in params_outside(child, self._blocks)}
+            policies = {self._policies[param] for param in self._sharded(params_outside(child, self._blocks))}
             if child in self._blocks or policies <= {own}:
                 continue
             if len(policies) == 1 and not isinstance(child, (*CONTAINERS, nn.Sequential)):
@@ -254,11 +263,15 @@ class _Grouping:
                 self._sort(child, own, others)
 
     def _policies_of(self, module: nn.Module) -> set[MixedPrecisionPolicy]:
-        return {self._policies[param] for param in module.parameters(recurse=False)}
+        return {self._policies[param] for param in self._sharded(module.parameters(recurse=False))}
+
+    def _sharded(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return each parameter once, without scalars."""
+        return [param for param in dict.fromkeys(params) if param in self._policies]
 
     def _gather_own_together(self, module: nn.Module) -> None:
         """A module's own parameters are in one group, in the policy of those that are not fp32 beside others."""
-        own = list(module.parameters(recurse=False))
+        own = self._sharded(module.parameters(recurse=False))
         policies = dict.fromkeys(self._policies[param] for param in own)
         if len(policies) > 1:
             low = next(policy for policy in policies if policy.param_dtype is not torch.float32)
