@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.weights.writer import named_tensors
@@ -84,6 +85,8 @@ class Contents:
     """The place of each name in the nested dict that torch's own tools make of a checkpoint."""
     tied: dict[str, str] = field(default_factory=dict)
     """Names that are other names of a parameter or buffer."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Each rank has these as a whole, perhaps computed from its own data; the first rank's are saved."""
     items: list[Item] = field(default_factory=list)
     """The items of this rank, in the order in which the tiers are visited best."""
     steps: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -148,6 +151,8 @@ def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
         else:  # a buffer, or frozen from the start: it has no state
             full_name = contents.add(Kind(value.shape, value.dtype), MODEL, name)
             contents.items.extend(plain_items(full_name, value))
+            if not isinstance(value, DTensor):
+                contents.buffers[full_name] = value
     for record in body.table:
         if record.is_placed and record.index not in contents.names:
             raise ValueError(f"{record.name} of the optimizer is not in the model's state dict")

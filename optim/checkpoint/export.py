@@ -14,7 +14,7 @@ from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
 from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
-from nvme_offload.optim.ranks.collective import on_every_rank
+from nvme_offload.optim.ranks.collective import is_alone, on_every_rank, take_first
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
 
 OWN = "own"
@@ -39,7 +39,7 @@ def export_safetensors(
     tensors = {name: tensor for name, tensor in weight_items(model) if id(tensor) not in is_left_out}
 
     def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        return on_every_rank(partial(_cast, name, tensors[name], wanted), group)
+        return _whole(name, tensors[name], wanted, group)
 
     shapes = _shapes_of(tensors)
     return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group, writes)
@@ -55,7 +55,7 @@ def weights_of(
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             with torch.no_grad():
-                whole = whole_of(on_every_rank(partial(_cast, name, tensor, dtypes[name]), group))
+                whole = _whole(name, tensor, dtypes[name], group)
             yield name, whole
 
     return values()
@@ -116,6 +116,16 @@ def write_weights(
         raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "", left) from error
     except OSError as error:
         raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "") from error
+
+
+def _whole(name: str, tensor: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return a tensor in the wanted dtype: of shards all, of what each rank has the first one's."""
+    cast = on_every_rank(partial(_cast, name, tensor, dtype), group)
+    if isinstance(cast, DTensor) or is_alone():
+        return whole_of(cast)
+    whole = cast.clone(memory_format=torch.contiguous_format)
+    take_first(whole, group)
+    return whole
 
 
 def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -37,6 +37,8 @@ class TrainingParts:
     """The ranks that have the model; None: all."""
     stages: dist.ProcessGroup | None
     """The ranks that have the other stages of the model, and this one; None without a pipeline."""
+    copies: Sequence[dist.ProcessGroup]
+    """Groups of the ranks that each have all buffers of the model, or of their stage."""
     node_local: bool = False
     """Whether each host has a folder of its own for checkpoints: `checkpoint.use_node_local_storage`."""
     has_frozen: bool = True

@@ -7,7 +7,7 @@ import json
 import shutil
 import warnings
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from nvme_offload.offload.progress import progress
 from nvme_offload.offload.sync import make_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
+from nvme_offload.optim.access.same_values import differing
 from nvme_offload.optim.access.values import LiveValues, Values
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import (
@@ -136,6 +137,7 @@ def agree(
         return own_tag, _contents_of(training, values())
 
     own_tag, contents = on_every_rank(prepare, group)
+    _leave_buffers_to_first(contents, training.copies)
     stages = contents_of_stages(contents, training.stages)
 
     def describe() -> tuple[bytes, bytes]:
@@ -147,6 +149,17 @@ def agree(
     tag = on_first_rank(lambda: own_tag, group)
     on_every_rank(lambda: _check_same_tag(own_tag, tag), group)
     return AgreedSave(tag, contents, state, objects)
+
+
+def _leave_buffers_to_first(contents: Contents, copies: Sequence[dist.ProcessGroup]) -> None:
+    """Save buffers from the first rank alone, all of them, as DistributedDataParallel does; say so where it matters."""
+    if names := differing(contents.buffers, copies):
+        warn_user(
+            f"save_checkpoint: {len(names)} buffers differ between ranks, such as {names[0]}: the checkpoint has the "
+            "first rank's, and every rank that loads it gets these (a durable run keeps each rank's own)"
+        )
+    if any(dist.get_rank(group) for group in copies):
+        contents.items[:] = [item for item in contents.items if item.name not in contents.buffers]
 
 
 def plan_items(partial: Path, contents: Contents, site: CheckpointSite) -> PlannedItems:

@@ -15,6 +15,8 @@ from nvme_offload.offload.devices.device import HOST, current_of
 
 T = TypeVar("T")
 
+_PIECE_BYTES = 64 << 20
+
 
 def is_alone() -> bool:
     """Return whether there is no process group at all, and this process takes no part in anything with others."""
@@ -97,8 +99,26 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return where tensors have to be for collectives of a group: on the CPU, unless it has no backend for that."""
-    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    kinds = _kinds_of(group)
     return HOST if HOST.type in kinds else current_of(kinds[0])
+
+
+def _kinds_of(group: dist.ProcessGroup | None) -> list[str]:
+    return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
+def take_first(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Give a contiguous tensor the bytes that it has on the first rank of a group, some MiB at a time. Collective.
+
+    Of any other, gloo would send and overwrite whatever lies in its memory, and between its elements.
+    """
+    if is_alone() or dist.get_world_size(group) == 1 or not tensor.numel():
+        return
+    for piece in torch.split(tensor.view(-1).view(torch.uint8), _PIECE_BYTES):
+        there = piece if piece.device.type in _kinds_of(group) else piece.to(device_of(group))
+        dist.broadcast(there, group=group, group_src=0)
+        if there is not piece:
+            piece.copy_(there)
 
 
 def host_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -111,8 +111,7 @@ class OffloadEngine:
         """Keeps what forwards save, where the section says so; else None."""
         self.global_steps = 0
         """Accumulation boundaries passed: steps taken and steps skipped."""
-        roles = MeshRoles.of(mesh)
-        self._stages = roles.pipeline_group
+        self._roles = roles = MeshRoles.of(mesh)
         stage = config.zero_optimization.stage
         self._accumulation = Accumulation(
             config.gradient_accumulation_steps or 1,
@@ -154,7 +153,7 @@ class OffloadEngine:
     @property
     def is_pipelined(self) -> bool:
         """Whether a schedule runs forward and backward, and `step` follows it directly."""
-        return self._stages is not None
+        return self._roles.pipeline is not None
 
     def __iter__(self) -> Iterator[Any]:
         """Raises TypeError: a script of DeepSpeed's unpacks four values."""
@@ -735,7 +734,8 @@ class OffloadEngine:
             self._part.scaler,
             self.global_steps,
             self._group,
-            self._stages,
+            self._roles.pipeline_group,
+            self._roles.groups_of_copies,
             self.config.checkpoint.use_node_local_storage,
         )
 

@@ -43,6 +43,7 @@ from nvme_offload.optim.zero.meshes import (
     MeshRoles,
     check_not_sharded,
     check_same_on_ranks,
+    check_same_values,
     default_mesh,
     dtypes_of_stages,
     is_launched,
@@ -67,6 +68,7 @@ def initialize(
     init: Callable[[nn.Module], object] | None = None,
     optimizer: OptimizerFactory | None = None,
     param_groups: Iterable[Mapping[str, Any]] | None = None,
+    sync_module_states: bool = False,
     **of_deepspeed: Any,
 ) -> OffloadEngine:
     """Shard a plain module with FSDP2, give it its precision and tiers, and return the engine around it.
@@ -99,6 +101,8 @@ def initialize(
             ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. ``params`` are names or shell patterns, of
             parameters, modules or their classes, or parameters of `model` as it is handed in. Parameters
             in no group come first, as group 0. With Muon, AdamW has embeddings, heads and all that is no matrix.
+        sync_module_states: take the first data-parallel rank's parameters and buffers, as DDP does, on all; else ranks
+            that differ are refused.
         of_deepspeed: refused by a TypeError that says what to write.
 
     Raises:
@@ -119,13 +123,8 @@ def initialize(
     mesh = replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
     roles = MeshRoles.of(mesh)
     plan = making.choose_and_plan(roles, groups)
-    with ExitStack() as undo:
-        made = on_every_rank(partial(making.shard, roles, plan, undo), *groups)
-        scheduler = on_every_rank(partial(making.fill, roles, made, lr_scheduler), *groups)
-        activations = on_every_rank(partial(making.keep_activations, made, undo), *groups)
-        engine = OffloadEngine(model, made, scheduler, making.config, mesh, plan, making.blocks, activations)
-        undo.pop_all()
-    return engine
+    on_every_rank(partial(check_same_values, roles, model, take_first=sync_module_states), *groups)
+    return making.make(mesh, roles, plan, lr_scheduler)
 
 
 @dataclass
@@ -204,6 +203,19 @@ class _Making:
             _check_batch_norms(self.model, plan)
         rules = {name: group.rule for group in self.groups for name in group.names}
         return BlockChecks(self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
+
+    def make(
+        self, mesh: DeviceMesh, roles: MeshRoles, plan: PrecisionPlan, lr_scheduler: SchedulerFactory | None
+    ) -> OffloadEngine:
+        """Change the model, and make the engine around it."""
+        groups = mesh.get_all_groups()
+        with ExitStack() as undo:
+            made = on_every_rank(partial(self.shard, roles, plan, undo), *groups)
+            scheduler = on_every_rank(partial(self.fill, roles, made, lr_scheduler), *groups)
+            activations = on_every_rank(partial(self.keep_activations, made, undo), *groups)
+            engine = OffloadEngine(self.model, made, scheduler, self.config, mesh, plan, self.blocks, activations)
+            undo.pop_all()
+        return engine
 
     def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
         """Shard the model, and make the optimizer with all of its space; `undo` closes it."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.optim.access.same_values import differing, first_difference, take_from_first
 from nvme_offload.optim.ranks.collective import gather
 from nvme_offload.optim.ranks.drives import join
 
@@ -70,6 +72,12 @@ class MeshRoles:
     def num_data_parallel_ranks(self) -> int:
         """Number of ranks that see different samples: replicate x shard."""
         return self.data_parallel.size()
+
+    @property
+    def groups_of_copies(self) -> list[dist.ProcessGroup]:
+        """Groups of the ranks that each have all buffers of a stage."""
+        meshes = (self.data_parallel, self.tensor_parallel)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -139,7 +147,7 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
     """Compare what ranks were given, before a difference becomes a collective that never ends.
 
     The section must be the same everywhere, but for ``aio`` and ``offload_*``; names, shapes, dtypes and
-    ``requires_grad`` of the parameters on the ranks of one pipeline stage. Values are not compared.
+    ``requires_grad`` of the parameters and buffers on the ranks of one pipeline stage. `check_same_values` follows.
     """
     mine = dict(_flat(config.model_dump(mode="json")))
     (first_rank, first), *sections = gather(mine, *mesh.get_all_groups()).items()
@@ -153,16 +161,36 @@ def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfi
                 break
     if problems:
         raise ConfigError(problems)
-    named = model.named_parameters()
-    layout = repr([(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in named])
+    named = chain(model.named_parameters(), model.named_buffers())
+    layout = repr([(name, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for name, t in named])
     digest = hashlib.sha256(layout.encode()).hexdigest()
     (first_rank, own), *models = gather(digest, *roles.data_parallel.get_all_groups()).items()
     for rank, other in models:
         if other != own:
             raise ValueError(
-                f"initialize: the models of ranks {first_rank} and {rank} differ in names, shapes, dtypes or "
-                "requires_grad of their parameters; build the same one on every rank of a stage"
+                f"initialize: the models of ranks {first_rank} and {rank} differ in names, shapes, dtypes, devices or "
+                "requires_grad of their parameters or buffers; build the same one on every rank of a stage"
             )
+
+
+def check_same_values(roles: MeshRoles, model: nn.Module, *, take_first: bool) -> None:
+    """Compare parameters and buffers over data-parallel ranks. ValueError, unless any rank asks to `take_first` one's.
+
+    Collective. Those on meta have no values yet, and get the same on all ranks.
+    """
+    named = chain(model.named_parameters(), model.named_buffers())
+    tensors = {name: tensor for name, tensor in named if not tensor.is_meta}
+    groups = roles.data_parallel.get_all_groups()
+    names = differing(tensors, groups)
+    if any(gather(take_first, *groups).values()):
+        take_from_first([tensors[name] for name in names], groups)
+    elif names:
+        where = first_difference(names[0], tensors[names[0]], groups)
+        more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+        raise ValueError(
+            f"initialize: {where}{more}: the model would be a mixture. Build it from one seed or file on every rank, "
+            "or write initialize(sync_module_states=True), which takes the first rank's values"
+        )
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

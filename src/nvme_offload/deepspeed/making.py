@@ -93,6 +93,7 @@ def initialize(
         init=initializer_of(model) if moved else None,
         optimizer=ours,
         param_groups=groups,
+        sync_module_states=True,
     )
     size = engine.config.batch_sizes(dist.get_world_size()).train_micro_batch_size_per_gpu
     loader = loader_of(training_data, size, collate_fn) if training_data is not None else None

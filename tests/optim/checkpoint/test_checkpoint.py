@@ -4,14 +4,19 @@ import contextlib
 import errno
 import pickle
 import platform
+import warnings
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from nvme_offload import CheckpointWriteError, get_full_optimizer_state, set_full_optimizer_state
+from nvme_offload import CheckpointWriteError, get_full_optimizer_state, initialize, set_full_optimizer_state
+from tests.support.build import section
+from tests.support.durable_run import offload_runs
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
 from tests.support.sharded_model import assert_same, full_state
@@ -202,3 +207,57 @@ def test_large_parameters_are_cut_into_items(tmp_path, monkeypatch):
             other.load_checkpoint(tmp_path)
             assert_same(state_of(other), state_of(engine))
     assert num_items[1] > num_items[0] + 6
+
+
+def normed(path):
+    """An engine of a durable run, whose buffers each rank computes from its own data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    made = section(path, adamw={"lr": 1e-3}, train_batch_size=16)
+    made["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+    return initialize(model, made)
+
+
+def buffers_of(engine):
+    return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+
+def save_buffers(rank, world_size, root, drive):
+    with normed(drive) as engine:
+        for step in range(2):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + rank)) * (1 + rank)
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        mine = buffers_of(engine)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            engine.save_checkpoint(root, "waited")
+            engine.save_checkpoint(root, "beside", background=True)
+            engine.wait_for_checkpoint()
+        told = [str(each.message) for each in said if "differ between ranks" in str(each.message)]
+        assert all("2 buffers differ between ranks, such as model.1.running_mean" in each for each in told)
+        assert len(told) == 2 * (rank == 0)
+        engine.export_safetensors(root / "export")
+        handed_on = {name: value for name, value in engine.weights("fp32") if name in mine}
+        assert_same(buffers_of(engine), mine)  # its own go on
+    with normed(drive) as engine:
+        engine.resume()
+        assert_same(buffers_of(engine), mine)
+    found = [handed_on]
+    for tag in ("waited", "beside"):
+        with normed(drive / tag) as engine:
+            engine.load_checkpoint(root, tag)
+            found.append(buffers_of(engine))
+    return mine, found
+
+
+def test_buffers_are_the_first_ranks_in_files_for_all_and_each_ranks_own_in_a_durable_run(tmp_path):
+    root, drive = tmp_path / "saved", tmp_path / "drive"
+    for folder in (drive, drive / "waited", drive / "beside"):
+        folder.mkdir()
+    (first, found), (second, more) = run_ranks(save_buffers, 2, root, drive)
+    assert not first["1.running_mean"].equal(second["1.running_mean"])
+    assert offload_runs("export", "run", tmp_path / "of-run", drive)[0] == 0
+    exports = [load_file(folder / "model.safetensors") for folder in (root / "export", tmp_path / "of-run")]
+    for buffers in (*found, *more, *exports):
+        assert_same({name: buffers[name] for name in first}, first)

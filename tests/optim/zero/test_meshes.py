@@ -224,6 +224,19 @@ def refused(rank):
         initialize(whole(), section(**other))
     with pytest.raises(ValueError, match=r"models of ranks 0 and 1 differ in names, shapes"):
         initialize(Part(range(2 if rank == 1 else 4)), section())
+    hybrid = mesh_of("dp_replicate", "dp_shard")
+    for over, make, last in ((hybrid, whole, 3), (mesh, partial(split_over, mesh), 2)):
+        model, expected = make(), make().state_dict()
+        with torch.no_grad():
+            weight = model.blocks["0"].up.weight
+            (weight.to_local() if isinstance(weight, DTensor) else weight).add_(rank == last)
+        with pytest.raises(
+            ValueError, match=rf"blocks\.0\.up\.weight\[0, 0\] is .* on rank [01] and .* on rank {last}"
+        ):
+            initialize(model, section(), mesh=over)
+        with initialize(model, section(), mesh=over, sync_module_states=True) as engine:
+            plain = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in expected.items()}
+            assert holds({name: value.full_tensor() for name, value in engine.module.state_dict().items()}, plain)
 
 
 def every_case(rank, world_size, path):
