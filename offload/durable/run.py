@@ -132,7 +132,8 @@ class DurableRun:
         except BaseException:
             self.space.close()
             raise
-        self._identity: Identity = {}
+        self._identity = ("", b"")
+        """Its digest, and what its file says."""
         self._about: dict[str, Any] = {"places": places}
 
     @property
@@ -170,13 +171,13 @@ class DurableRun:
         about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "hosts": hosts}
         self._about |= about | {"num_paths": len(self._files.directories)}
         self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
-        self.uuid, self._identity = uuid, identity
+        self.uuid, self._identity = uuid, (identities.digest(identity), identities.canonical(identity))
         self._files.each_folder(self._say_identity)
 
     def _say_identity(self, folder: Path) -> None:
-        name = identities.file_name(identities.digest(self._identity))
-        if not drive.ask(folder, os.path.lexists, folder / name):
-            replace_in(folder, name, identities.canonical(self._identity))
+        digest, content = self._identity
+        if not drive.ask(folder, os.path.lexists, folder / identities.file_name(digest)):
+            replace_in(folder, identities.file_name(digest), content)
 
     def _look_at_names(self) -> None:
         """Raise RemovedError if this run's files are gone; of those that only say what it is, make them again."""
@@ -283,7 +284,7 @@ class DurableRun:
             step=step,
             sequence=self.extents.sequence,
             incarnation=self.extents.incarnation,
-            identity=identities.digest(self._identity),
+            identity=self._identity[0],
             tables=tables,
             blob=blob,
             is_first=not before,
