@@ -272,6 +272,22 @@ def refuse_conversion(module: torch.nn.Module, why: str) -> None:
     module._apply = _apply  # type: ignore[method-assign]
 
 
+class _Refusal:
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(self._why)
+
+
+def refuse_ddp(module: torch.nn.Module, why: str) -> None:
+    """Let ``DistributedDataParallel`` around a module raise TypeError, with `why`.
+
+    ``_ddp_params_and_buffers_to_ignore``: what it asks a module for first.
+    """
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _Refusal(why)
+
+
 class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
     """While it is active, an operator that writes to a tensor for which `forbidden` holds raises ValueError instead.
 
@@ -395,14 +411,14 @@ _selecting = threading.local()
 
 
 class _Selected(checkpointing._VersionWrapper):
-    def __init__(self, val: Any) -> None:
+    def __init__(self, val: Any, *unpack_hook: Any) -> None:  # the hook since 2.14, where torch has packed it
         keep = getattr(_selecting, "keep", None)
         self.handle = None
         if keep is not None and isinstance(val, torch.Tensor):
             # As torch detaches it: aliases that are made here share its version.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 self.handle = keep(val)
-        super().__init__(val if self.handle is None else self.handle.counter)
+        super().__init__(val if self.handle is None else self.handle.counter, *unpack_hook)
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
         val = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]

@@ -49,6 +49,9 @@ E = TypeVar("E", bound=Enum)
 
 Direction = Literal["read", "write", "allocate"]
 
+UNEXPANDED = "$ is not expanded here: write the folder's name out, or in Python os.path.expandvars(...)"
+"""Said of a path with a $ in it that is not there."""
+
 _REMEDIES = {
     errno_names.ENOSPC: "the file system is full: free space on it or put nvme_path on another one",
     errno_names.EDQUOT: "a quota (of user, group or folder) is used up: free some of it, have it raised, or put "
@@ -71,6 +74,8 @@ _REMEDIES = {
     "leave the files below nvme_path alone while a run is alive",
     errno_names.ENOENT: "there is no such folder: make it, or choose another nvme_path",
     errno_names.ENOTDIR: "this is no folder: choose another nvme_path",
+    errno_names.EPERM: "the file system takes no such files, as /proc and /sys do not, or a folder is immutable "
+    "(`lsattr -d`): choose another nvme_path",
     errno_names.EROFS: "the file system is mounted read-only (ext4 and XFS do this after an error, see "
     "`dmesg`): remount it or put nvme_path on another one",
     errno_names.EACCES: "this user may not use the path: give it permission or choose another nvme_path",
@@ -143,7 +148,9 @@ class SwapIOError(OSError):
     @property
     def remedy(self) -> str:
         """Return what to do about the error."""
-        return _REMEDIES.get(self.errno or 0, "see `man errno` and `dmesg`")
+        if self.errno == errno_names.ENOENT and "$" in str(self.path):
+            return UNEXPANDED
+        return _REMEDIES.get(self.errno or 0, "look at `dmesg`, and put nvme_path on another file system")
 
     def __str__(self) -> str:
         name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")

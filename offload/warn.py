@@ -1,13 +1,21 @@
-"""Warnings that point at the user's line, and that one rank says for all."""
+"""Warnings and errors that point at the user's line; one rank says a warning for all."""
 
+import contextlib
+import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import wraps
+from opcode import opmap
 from pathlib import Path
-from typing import Any
+from types import CodeType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 from nvme_offload.offload.foreign import printable
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
@@ -19,12 +27,16 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning, *, of_this
     """
     if not (of_this_rank or speaks_for_all()):
         return
-    torch = sys.modules.get("torch")  # a section is read without it
-    libraries = (_PACKAGE, str(Path(torch.__file__ or "").parent)) if torch else (_PACKAGE,)
+    libraries = _libraries()
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         level, frame = level + 1, frame.f_back
     warnings.warn(printable(message), category, stacklevel=level)
+
+
+def _libraries() -> tuple[str, ...]:
+    torch = sys.modules.get("torch")  # a section is read without it
+    return (_PACKAGE, str(Path(torch.__file__ or "").parent)) if torch else (_PACKAGE,)
 
 
 class Once:
@@ -49,3 +61,34 @@ def speaks_for_all() -> bool:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"
+
+
+def door(call: Callable[P, R]) -> Callable[P, R]:
+    """Have errors that the package raises by itself begin at `call`: their message says all. The log has the rest.
+
+    An error out of the user's code, or out of a defect of ours, keeps its traceback.
+    """
+
+    @wraps(call)
+    def through(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if not _is_meant(error.__traceback__):
+                raise
+            logging.getLogger(__name__).debug("%s raised:", call.__qualname__, exc_info=error)
+            raise error.with_traceback(None) from None
+
+    return through
+
+
+def _is_meant(traceback: TracebackType | None) -> bool:
+    """Whether a ``raise`` of this package ends a traceback with no frames of others in it, but for torch's."""
+    known = (*_libraries(), contextlib.__file__)
+    frames: list[tuple[CodeType, int]] = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    code, instruction = frames[-1]
+    is_raise = code.co_code[instruction] == opmap["RAISE_VARARGS"] and code.co_filename.startswith(_PACKAGE)
+    return is_raise and all(each.co_filename.startswith(known) for each, _ in frames)

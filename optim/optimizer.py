@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import door, warn_user
 from nvme_offload.optim.access.entries import prepare_entries, write_entries
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.state_dict import matched_state, packed_state
@@ -77,6 +77,7 @@ class OffloadOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     """Tells ``torch.amp.GradScaler`` to leave the unscaling to us."""
 
+    @door
     def __init__(
         self,
         params: Params,
@@ -85,7 +86,7 @@ class OffloadOptimizer(Optimizer):
         norm_group: dist.ProcessGroup | None = None,
         torch_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._check_torch_arguments(torch_arguments or {})
+        self._check_torch_arguments(torch_arguments or {}, defaults)
         if offload is None:
             raise TypeError(
                 f'{type(self).__name__}: offload= is missing: name a folder on a drive, as offload="/mnt/nvme0", or a '
@@ -93,6 +94,13 @@ class OffloadOptimizer(Optimizer):
             )
         if isinstance(params, nn.Module):
             raise TypeError(f"{type(self).__name__}: params = a {type(params).__name__}: pass model.parameters()")
+        if not isinstance(params, torch.Tensor):
+            params = cast("Params", list(params))
+        if isinstance(params, list) and not params:
+            raise ValueError(
+                f"{type(self).__name__}: params is empty, so there is nothing to train: an iterator such as "
+                "model.parameters() gives its parameters once; make it anew, or pass a list"
+            )
         config = OffloadConfig.of(offload)
         self.config = config if config.offload is None else CANDIDATES[0].applied(config)
         if unread := unread_text(self.config, type(self).__name__, BY_OPTIMIZER):
@@ -116,7 +124,12 @@ class OffloadOptimizer(Optimizer):
         except BaseException:
             self.store.close()
             raise
-        if config.offload is not None and self.store.plan.units:
+        if not any(group["params"] for group in self.param_groups):
+            name = type(self).__name__
+            warn_user(
+                f"{name}: no parameter group has a parameter: nothing is trained before add_param_group adds some"
+            )
+        elif config.offload is not None and self.store.plan.units:
             CANDIDATES[0].tell(self.store.plan)
 
     @property  # type: ignore[override]
@@ -493,6 +506,7 @@ class OffloadOptimizer(Optimizer):
                 packed = packed if (changed := hook(self, packed)) is None else changed
             return packed
 
+    @door
     @not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, or of torch's optimizer of that name, for the same parameters.
@@ -627,7 +641,7 @@ class OffloadOptimizer(Optimizer):
         records = [self.store.table.of(param) for param in self.param_groups[number]["params"]]
         check_group(self.rule, group, number, records, type(self).__name__)
 
-    def _check_torch_arguments(self, arguments: Mapping[str, Any]) -> None:
+    def _check_torch_arguments(self, arguments: Mapping[str, Any], known: Iterable[str]) -> None:
         """Raise TypeError for an argument that is not supported, or that torch's optimizer has not either.
 
         ``fused`` and ``foreach`` choose among torch's implementations; there is one here, so either value will do.
@@ -635,6 +649,6 @@ class OffloadOptimizer(Optimizer):
         own = type(self).__name__
         for name, value in arguments.items():
             if name not in ("fused", "foreach", *self.rule.refused):
-                raise TypeError(f"{own} has no argument {name!r}")
+                raise TypeError(f"{own} has no argument {name!r}; its hyperparameters are {', '.join(known)}")
             if value and name in self.rule.refused:
                 raise TypeError(f"{own}: {name} = {value!r} is not supported; leave it out")

@@ -36,6 +36,7 @@ from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import KiB, MiB
+from nvme_offload.offload.warn import door
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         SwapIOError, EngineUnavailable: see `TensorSwapper`.
     """
 
+    @door
     def __init__(
         self,
         config: SectionLike,

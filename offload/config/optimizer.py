@@ -109,6 +109,9 @@ class OptimizerParams(Hyperparameters):
         "fp32_optimizer_states": (True, "state_dtype says the dtype of the moments"),
     }
     REFUSED: ClassVar = {
+        "learning_rate": "in torch's spelling it is lr; write lr",
+        "wd": "in torch's spelling it is weight_decay; write weight_decay",
+        **each("beta1 beta2", "write both as betas, as [0.9, 0.999]"),
         "max_grad_norm": "write gradient_clipping at the top level",
         **each(
             "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
-from nvme_offload.offload.errors import ConfigError, ConfigWarning
+from nvme_offload.offload.errors import UNEXPANDED, ConfigError, ConfigWarning
 from nvme_offload.offload.foreign import read_text
 from nvme_offload.offload.warn import warn_user
 
@@ -75,8 +75,12 @@ def parse_file(path: Path) -> Any:
     """Return what a .json or .toml file says; raises ConfigError, by line and column, where it says nothing."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
-        what = f'the suffix is "{path.suffix}"; name the file .json or .toml'
+        what = f'the suffix is "{path.suffix}", and a section is a file of JSON or TOML: name it .json or .toml'
+        if path.suffix in (".yaml", ".yml"):
+            what += "; a YAML of accelerate's is no section, but may name one, as its deepspeed_config_file"
         folder = "there is no such folder; make it on a drive, or name a section's file (.json, .toml)"
+        if "$" in str(path):
+            folder = UNEXPANDED
         raise ConfigError([what if path.exists() else folder], str(path))
     try:
         return parse(read_text(path))

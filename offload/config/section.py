@@ -63,6 +63,7 @@ from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
 from nvme_offload.offload.user_path import user_path
+from nvme_offload.offload.warn import door
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608
@@ -520,6 +521,7 @@ class OffloadConfig(Section):
             yield Contradiction("overlap_step", f"{why}; write skip_non_finite = false, {other}", beside)
 
     @classmethod
+    @door
     def of(cls, section: "SectionLike | None") -> "OffloadConfig":
         """Take a section in any form that the public classes accept: itself, a dict, a file, or a folder on a drive."""
         if isinstance(section, OffloadConfig):
@@ -532,6 +534,7 @@ class OffloadConfig(Section):
         raise ConfigError([f"{what}; pass an OffloadConfig, a dict, a file or a folder on a drive"])
 
     @classmethod
+    @door
     def on_drive(cls, folder: str | Path, **keys: Any) -> "OffloadConfig":
         """Make the section that a folder stands for: ``"offload": "auto"``, and `keys` as written beside it.
 
@@ -542,6 +545,7 @@ class OffloadConfig(Section):
         return cls.from_dict({"offload": "auto", "zero_optimization": offload, **keys})
 
     @classmethod
+    @door
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read a dict that looks as it would in a file. Hugging Face's "auto" means the default, with a warning.
 
@@ -551,6 +555,7 @@ class OffloadConfig(Section):
         return read(cls, data, "config")
 
     @classmethod
+    @door
     def from_training_arguments(
         cls, section: Mapping[str, Any] | str | Path, args: Any, num_training_steps: int | None = None
     ) -> Self:
@@ -576,6 +581,7 @@ class OffloadConfig(Section):
         return read(cls, resolved, str(section) if isinstance(section, str | Path) else "config", problems)
 
     @classmethod
+    @door
     def from_file(cls, path: str | Path) -> Self:
         """Read a .json or .toml file; a relative `nvme_path` is relative to the working folder.
 

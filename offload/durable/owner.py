@@ -86,7 +86,11 @@ def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None
         dying = owner is not None and (not owner.is_alive or (closed_here and owner == Owner.this()))
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
             alive = owner or NOBODY_KNOWN
-            raise StateError(f"the durable run {name!r}", "a run that nobody is in", f"{alive} is in it")
+            raise StateError(
+                f"the durable run {name!r}",
+                "no other process in it",
+                f"{alive} is: wait for its end, or end it. Another run beside it has another name in `durable`",
+            )
         time.sleep(_LOOK_SECONDS)
 
 

@@ -25,7 +25,7 @@ from nvme_offload.offload.swapper.pieces import TensorSpec
 from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
 from nvme_offload.offload.swapper.scheduler import KIND, TaskScheduler
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
-from nvme_offload.offload.warn import warn_user
+from nvme_offload.offload.warn import door, warn_user
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
         EngineUnavailable: the engine that was asked for cannot run here.
     """
 
+    @door
     def __init__(self, config: SectionLike | None = None, *, faults: FaultSpec | None = None) -> None:
         self.config = _read_config(config)
         offload = self.config.zero_optimization.offload_optimizer

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
+from nvme_offload.offload.warn import door
 from nvme_offload.optim.access.entries import read_entries, set_entries
 from nvme_offload.optim.layout.flat import PartitionStandIn
 from nvme_offload.optim.ranks.collective import on_every_rank, reachable
@@ -18,6 +19,7 @@ from nvme_offload.optim.tiers.parts import OnePart, drop_gathered, parts_of, spl
 T = TypeVar("T")
 
 
+@door
 @torch.no_grad()
 def get_full_param(param: torch.Tensor) -> torch.Tensor:
     """Return the whole fp32 value of a parameter of an `OffloadOptimizer`, its master weights. Every rank must call it.
@@ -38,6 +40,7 @@ def get_full_param(param: torch.Tensor) -> torch.Tensor:
     return _gathered(param)
 
 
+@door
 @torch.no_grad()
 def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the whole value of a parameter: master weights and what is computed with. Every rank must call it.
@@ -63,6 +66,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
         drop_gathered(param)
 
 
+@door
 @torch.no_grad()
 def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return the whole gradient of a parameter, as in ``p.grad`` now (under fp16 scaled). Every rank must call it.
@@ -84,6 +88,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     return _gathered(sharded_like(_on_ranks_of(param, local.partition.copy), param))
 
 
+@door
 @torch.no_grad()
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the whole gradient of a parameter that has one, in the dtype that it has. Every rank must call it.
@@ -102,6 +107,7 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         local.copy_(part)
 
 
+@door
 @torch.no_grad()
 def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     """Return the whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
@@ -121,6 +127,7 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
     return _gathered_entry(param, body, record.index, name)
 
 
+@door
 @torch.no_grad()
 def set_full_optimizer_state(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
     """Set the whole of a state of a parameter, as ``exp_avg``, or its ``step``. Every rank must call it.
@@ -157,7 +164,12 @@ def _check_name(record: ParamRecord, name: str, caller: str) -> None:
 
 def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Tensor:
     """Return the part of a whole tensor that belongs to this rank."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != param.shape:
+    if isinstance(value, DTensor):
+        raise ValueError(
+            f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not a DTensor, of which each rank has a "
+            "part: give value.full_tensor(), on every rank"
+        )
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         found = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not {found}")
     part = value.detach()

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from nvme_offload.offload._torch_private import not_compiled
 from nvme_offload.offload.errors import StateError
+from nvme_offload.offload.warn import door
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.resume import Resumption
@@ -70,6 +71,7 @@ class Durable:
         step = self._between_steps("commit")
         self.commits.commit(self._owner.param_groups, self._added(), step)
 
+    @door
     @not_compiled
     def resume(self, snapshot: str | None = None) -> tuple[int, dict[str, Any]] | None:
         """Go on from the latest step that the durable run has committed. Call it before the first step.
@@ -114,6 +116,7 @@ class Durable:
         """
         self.commits.remove_snapshot(name)
 
+    @door
     @not_compiled
     def rewind(self, steps: int = 1) -> tuple[int, dict[str, Any]]:
         """Go back to an earlier step: to what `resume` would have found then. Call it between two steps.

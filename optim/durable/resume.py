@@ -119,8 +119,9 @@ class Resumption:
         found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
         if not found:
             there = ", ".join(str(manifest.step) for manifest in whole) or "none"
-            wanted = f"a committed step {steps} before the latest (rewind_steps says how many there are)"
-            raise StateError("rewind", wanted, there)
+            wanted = f"the commit of the step that is {steps} steps before the latest"
+            kept = "rewind_steps of the section says how many are kept behind the latest; 1 by default"
+            raise StateError(f"rewind({steps})", wanted, f"commits of steps {there} alone ({kept})")
         return found
 
     def _check_whole(self, manifest: Manifest) -> None:

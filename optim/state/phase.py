@@ -226,10 +226,11 @@ class StepRecord(Condition):
     @property
     def situation(self) -> str:
         """Say in words what state the optimizer is in."""
-        return (
-            f"step {self.number} stopped after {self.done} of {len(self.order)} subgroups: "
-            "their parameters are updated, the others are not"
-        )
+        done, of_all = self.done, len(self.order)
+        updated = "their parameters are updated, the others are not"
+        if done in (0, of_all):
+            updated = "all parameters are updated" if done else "no parameter is updated"
+        return f"step {self.number} stopped after {done} of {of_all} subgroups: {updated}"
 
     @property
     def way_on(self) -> str:

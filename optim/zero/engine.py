@@ -22,6 +22,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.offload.user_path import user_path
+from nvme_offload.offload.warn import door
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import begin_save
 from nvme_offload.optim.checkpoint.contents import Wanted
@@ -40,6 +41,7 @@ from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_los
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
+from nvme_offload.optim.zero.outputs import instead_of
 from nvme_offload.optim.zero.passes import Passes
 from nvme_offload.optim.zero.schedulers import take_on_groups
 from nvme_offload.optim.zero.update import Update
@@ -314,7 +316,7 @@ class OffloadEngine:
             except RuntimeError as error:
                 if "a second time" in str(error):  # torch's words
                     error.add_note(_BACKWARD_TWICE)
-                raise
+                raise instead_of(error, self.module) from error.__cause__
             self._accumulation.has_backward = True
 
     def accumulate(
@@ -599,6 +601,7 @@ class OffloadEngine:
         with self._peers.named():
             on_every_rank(end, self._group)
 
+    @door
     def load_checkpoint(
         self,
         dir: str | Path,  # noqa: A002  # the public name
@@ -764,6 +767,12 @@ class OffloadEngine:
         self._end_background()
         self.optimizer.close()
         rest.detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an engine cannot be pickled or copied: parameters and state are on ranks and tiers. Use save_checkpoint, "
+            "or weights() for the weights alone"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,7 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
 from nvme_offload.offload.user_path import user_path
+from nvme_offload.offload.warn import door
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
 from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
 from nvme_offload.optim.layout.flat import check_is_no_wrapper, storage_of
@@ -57,6 +58,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]
 
 
+@door
 def initialize(
     model: nn.Module,
     config: SectionLike | None = None,

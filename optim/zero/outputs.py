@@ -3,7 +3,9 @@
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,8 +21,32 @@ def train_through_any_output(model: nn.Module) -> None:
     FSDP2 gathers parameters again, and reduces their gradients, when a gradient comes to a tensor that a forward has
     returned. Where it sees none of them, nothing is trained, or backward computes with parameters that are freed.
     """
-    for module in model.modules():
-        hook_outputs(module, tensors_in)
+    for name, module in model.named_modules():
+        hook_outputs(module, partial(_seen_in, module, name))
+
+
+_HIDING: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Modules whose latest output was an object in which no tensor was found, with what to say of them."""
+
+
+def _seen_in(module: nn.Module, name: str, output: object) -> list[torch.Tensor]:
+    found = tensors_in(output)
+    _HIDING.pop(module, None)
+    if not found and output is not None and not isinstance(output, str | bytes | int | float):
+        _HIDING[module] = f"{name or type(module).__name__} returned a {type(output).__name__}"
+    return found
+
+
+def instead_of(error: RuntimeError, model: nn.Module) -> Exception:
+    """Return what to raise for an error of backward: for torch's of freed weights, TypeError with what hid tensors."""
+    hiding = [_HIDING[module] for module in model.modules() if module in _HIDING]
+    if "storage of size 0" not in str(error) or not hiding:
+        return error
+    return TypeError(
+        f"backward read gathered weights that had been freed: {hiding[0]}, in which no tensor was found, so that "
+        "nothing said that backward had come to it. Items, values of mappings, attributes and slots are looked into, "
+        "closures and classes are not: return the tensors in a tuple, a dict or a dataclass"
+    )
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:

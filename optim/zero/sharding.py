@@ -46,6 +46,7 @@ from nvme_offload.optim.tiers.parts import (
 from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
 from nvme_offload.optim.zero.outputs import train_through_any_output
 from nvme_offload.optim.zero.scalars import ScalarGradients, scalars_of
+from nvme_offload.optim.zero.whole_weights import refuse_what_needs_whole_weights
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""
@@ -98,6 +99,7 @@ def shard_with_precision(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             refuse_conversion(module, CONVERTED)
+    refuse_what_needs_whole_weights(model)
 
 
 def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:

@@ -45,6 +45,9 @@ def summary(samples: Sequence[Sample], settings: Settings) -> dict[str, Any]:
     }
 
 
+_TELLING_SECONDS = 10.0
+
+
 def became_slow(rates: Sequence[float]) -> dict[str, float] | None:
     """Medians of the first and the last quarter of the passes, where the last is much slower: a full cache, or heat."""
     quarter = len(rates) // 4
@@ -108,11 +111,17 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
 def slow_lines(document: dict[str, Any]) -> list[str]:
     """A line for each direction in which the drive became slow."""
     return [
-        f"{rw}: from {format_rate(slow['first_bw_bytes'])} to {format_rate(slow['last_bw_bytes'])}: "
-        "a cache is full, or the drive is hot; plan with the second"
+        f"{rw}: from {format_rate(slow['first_bw_bytes'])} to {format_rate(slow['last_bw_bytes'])}: {_why(result)}"
         for rw, result in document["results"].items()
         if (slow := result["summary"]["became_slow"])
     ]
+
+
+def _why(result: Mapping[str, Any]) -> str:
+    """Say what makes a drive slow, where it was watched long enough to tell that from the work of others."""
+    if (seconds := result["summary"]["total_seconds"]) < _TELLING_SECONDS:
+        return f"in {seconds:.0f} s that may be others' work on the drive; measure longer, with --runtime 60"
+    return "a cache is full, or the drive is hot; plan with the second"
 
 
 def comparison_lines(document: dict[str, Any]) -> list[str]:

@@ -97,7 +97,7 @@ def _warned(warning: warnings.WarningMessage) -> Iterator[Finding]:
 def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | None) -> list[Group]:
     if not paths:
         meaning = "whether a drive suits was not looked at"
-        remedy = "offload doctor PATH, or offload doctor --config FILE"
+        remedy = "name the folder for swap files, as in offload doctor /mnt/nvme0, or a section with --config"
         return [Group("Paths", (saw("paths", "none was named").note(meaning, remedy),))]
     groups: list[Group] = []
     by_drive: dict[str, list[str]] = defaultdict(list)

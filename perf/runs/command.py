@@ -200,7 +200,7 @@ def _table(found: Sequence[RunFound]) -> str:
 
 def _row(run: RunFound) -> tuple[str, ...]:
     ranks = [rank.rank for rank in run.ranks]
-    here = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
+    here = f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
     owners = [rank.owner for rank in run.ranks if rank.owner]
     seconds = time.time() - (run.committed_at or 0.0)
     age = next((f"{int(seconds // size)} {unit}" for unit, size in _UNITS if seconds >= size), "0 s")
@@ -210,7 +210,7 @@ def _row(run: RunFound) -> tuple[str, ...]:
         "-" if run.step is None else str(run.step),
         "-" if run.committed_at is None else age,
         format_bytes(run.size_bytes),
-        f"{here} of {run.num_ranks}" if len(ranks) < run.num_ranks else here,
+        f"{here} of {run.num_ranks}" if len(ranks) < run.num_ranks else str(len(ranks)),
         f"alive ({owners[0]})" if owners else "not alive",
     )
 

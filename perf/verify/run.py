@@ -80,4 +80,6 @@ def verify(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iter
                 stack.close()
                 child, said = None, tuple(log.read_text(errors="replace").strip().splitlines()[-12:])
                 took = time.monotonic() - began
-                yield Outcome(name=name, status="failed", found=str(error), seconds=took, log=said)
+                # The file goes with its folder: its last line is in the report.
+                text = ": ".join([str(error).removesuffix(f"; see {log}"), *said[-1:]])
+                yield Outcome(name=name, status="failed", found=text, seconds=took, log=said)

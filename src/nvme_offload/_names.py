@@ -23,7 +23,12 @@ def fetched(module: str, homes: dict[str, str], name: str) -> Any:
         AttributeError: the module does not offer it.
     """
     if name not in homes:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        from difflib import get_close_matches
+
+        near = [home for home in homes if home.lower() == name.lower()]
+        near = near or get_close_matches(name, homes, n=1, cutoff=0.55)
+        hint = f"; did you mean {near[0]}?" if near and not name.startswith("_") else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
     value = getattr(import_module(homes[name]), name)
     setattr(sys.modules[module], name, value)
     return value

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvme_offload import initialize
+from nvme_offload import get_full_param, initialize
 from tests.support.clients import SETTINGS, client
 from tests.support.small_llama import llama, rows
 
@@ -32,6 +32,13 @@ def test_adapters_through_initialize(alone, tmp_path):
         for row in rows(STEPS):
             engine.backward(engine(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss)
             engine.step()
+        with pytest.raises(TypeError, match=r"PeftModelForCausalLM.save_pretrained: the parameters are sharded"):
+            engine.module.save_pretrained(tmp_path / "adapter")
+        adapter = {name: value for name, value in engine.weights("fp32") if "lora_" in name}
+        engine.module.save_pretrained(tmp_path / "adapter", state_dict=adapter)
+        loaded = dict(peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").named_parameters())
+        for name, param in engine.module.named_parameters():
+            assert "lora_" not in name or torch.equal(loaded[name], get_full_param(param)), name
         assert 10 * trained <= engine.optimizer.stats().state_bytes < 10 * 32 * 1000
         for name, param in engine.module.named_parameters():
             assert torch.equal(param.full_tensor(), before[name]) != ("lora_" in name), name

@@ -356,6 +356,14 @@ def test_refuse_conversion():
     assert module[0].weight is weight
 
 
+def test_refuse_ddp(alone):
+    be_alone()
+    module = torch.nn.Linear(2, 2)
+    private.refuse_ddp(module, "not here")
+    with pytest.raises(TypeError, match="not here"):
+        torch.nn.parallel.DistributedDataParallel(module)
+
+
 def test_running_last_before_load():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
     ran = []

@@ -73,7 +73,7 @@ def refusals():
     yield "expanded", [nn.Parameter(torch.zeros(1).expand(4))], ValueError, "gaps in memory"
     yield "sparse", [nn.Parameter(torch.eye(3).to_sparse())], ValueError, "layout torch.sparse_coo"
     yield "meta", [nn.Parameter(torch.zeros(3, device="meta"))], ValueError, "on meta"
-    yield "empty list", [], ValueError, "empty parameter list"
+    yield "empty list", [], ValueError, "AdamW: params is empty.* gives its parameters once"
     yield "a tensor", torch.zeros(3), TypeError, "iterable"
     yield "not a leaf", [linear.weight * 2], ValueError, "non-leaf"
     yield "a number", [3.0], TypeError, "Tensors"

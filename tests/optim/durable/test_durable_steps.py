@@ -266,7 +266,9 @@ def test_going_back_several_steps_that_were_reserved_gives_the_bits_of_the_run_s
         train(optimizer, range(3))
         train(optimizer, [3], without=[0, 3])
         train(optimizer, range(4, 6))
-        with pytest.raises(StateError, match=r"a committed step 4 before the latest .*, actual 6, 5, 4, 3"):
+        with pytest.raises(
+            StateError, match=r"rewind\(4\): .* 4 steps before the latest, actual commits of steps 6, 5, 4, 3 alone"
+        ):
             optimizer.rewind(4)
         assert optimizer.rewind(steps) == (6 - steps, {})
         taken = snapshot(optimizer)

@@ -182,6 +182,17 @@ def test_a_step_without_any_gradient_is_an_error_on_all_ranks(rank, world_size):
     """At stage 3 several ranks have freed, before backward, what is gathered."""
     for stage in range(4 - (world_size > 1)):
         hides_its_tensors(rank, stage)
+    hide = lambda logits: lambda: logits  # noqa: E731
+    with initialize(
+        Net(hide, 0), section(3, bf16=None, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    ) as engine:
+        with pytest.raises(TypeError, match=r"Net returned a function, in which no tensor was .* dataclass"):
+            engine.backward(engine(torch.ones(4, 8))().square().mean())
+        engine.module.wrap = KINDS["plain"]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, 8)).logits.square().mean())
+            engine.step()
+        assert engine.global_steps == 1
 
 
 class Experts(nn.Module):

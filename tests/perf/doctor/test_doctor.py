@@ -151,7 +151,7 @@ class TestOutput:
     def test_without_a_folder_it_says_what_was_not_looked_at(self):
         result = CliRunner().invoke(app, [])
         assert "note     paths: none was named" in result.stdout
-        assert "offload doctor PATH" in result.stdout
+        assert "offload doctor /mnt/nvme0" in result.stdout
 
 
 class TestConfiguration:

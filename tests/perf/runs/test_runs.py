@@ -50,7 +50,7 @@ def test_a_run_that_is_alive(small, paths):
         "NAME": "small",
         "MODEL": "three slots",
         "STEP": "7",
-        "RANKS": "0",
+        "RANKS": "1",
         "STATE": f"alive (process {os.getpid()} on {os.uname().nodename})",
     }
     assert snapshots == ["snapshots: kept"]

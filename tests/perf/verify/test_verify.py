@@ -114,7 +114,7 @@ def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
     with forked_children():
         outcomes = list(run.verify(site(tmp_path), names, lambda name: None))
     assert [each.status for each in outcomes] == ["ok", "ok", "failed", "ok", "failed", "ok"]
-    assert "ended with code 3" in outcomes[2].found
+    assert outcomes[2].found.endswith("ended with code 3 and gave no outcome: what it said")  # no path that is gone
     assert outcomes[2].log == ("what it said",)
     assert "took longer than 3 s" in outcomes[4].found
     processes = [outcomes[place].found for place in (0, 1, 3, 5)]
