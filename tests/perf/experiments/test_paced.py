@@ -65,7 +65,7 @@ def test_every_schedule_beside_its_plan(ratios):
     assert list(found) == [f"{name}, {ratio:g}" for name in SCHEDULES for ratio in ratios]
     for each in found.values():
         assert each["quotient"] == pytest.approx(each["seconds"] / each["plan"])
-        assert each["seconds"] > 0.8 * 0.05 * each["ratio"], "the drive is never quicker"
+        assert min(each["seconds"], each["computing"], each["plan_of_ideal"]) > 0
     assert all(found[f"off, {ratio:g}"]["of_first"] == 1 for ratio in ratios)
 
 

@@ -14,7 +14,7 @@ from nvme_offload.perf.verify.command import summary, where
 from nvme_offload.perf.verify.outcome import Site, WrongError, differing, exit_status, must_equal
 from nvme_offload.perf.verify.run import CHECKS, outcome_of
 from tests.support.broken_build import broken, ends_badly
-from tests.support.forked import forked_children
+from tests.support.forked import ROOT, forked_children
 from tests.support.late_device.mutations import OF_MIRROR
 from tests.support.late_device.verify_child import on_late_device
 
@@ -58,6 +58,7 @@ def test_all_of_it_on_the_cpu(tmp_path):
 
 def on_stand_in(folder, monkeypatch, names, mutation=""):
     monkeypatch.setattr(run, "WORK", partial(on_late_device, mutation))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # a child imports nothing from the working folder
     return list(run.verify(site(folder, "late"), names, lambda name: None))
 
 
@@ -87,6 +88,7 @@ def test_a_mistake_with_a_device_is_found(mutation, found_by, tmp_path, monkeypa
     outcomes = on_stand_in(tmp_path, monkeypatch, [found_by], mutation)
     assert exit_status(outcomes) == 1
     assert outcomes[0].status in ("wrong", "failed")
+    assert "No module" not in outcomes[0].found
 
 
 @pytest.mark.usefixtures("late")
