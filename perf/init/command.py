@@ -15,6 +15,7 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
+from nvme_offload.perf.plan.remedies import remedies
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
 
@@ -37,22 +38,25 @@ def init(
 ) -> None:
     """Write the fastest section that fits this machine and a model.
 
-    It takes the first of these that fits: everything in memory; part of the optimizer state on NVMe; parameters and
-    gradients on NVMe, too. What other programs have in memory now does not matter. Of several micro-batches it writes
-    the faster order, where --flops and --bench are given.
+    It searches all places of state, gradients, parameters and activations, and both orders of micro-batches. Of what
+    fits it takes the fastest with --flops and --bench, and else what moves fewest bytes. What other programs have in
+    memory now does not matter.
     """
     if output.exists():
         raise typer.BadParameter(f"{output} exists; name another file, or move it away", param_hint="'--output'")
     try:
         shape, machine = ModelShape.of_config_file(model), this_machine(path, ranks, host_memory)
         machine = replace(machine, flops=flops, drives=None if bench is None else Drives.of_bench(bench))
-        found = Chooser(machine, path, tokens, micro_batches=micro_batches).choose(shape)
+        chooser = Chooser(machine, path, tokens, micro_batches=micro_batches)
+        found = chooser.choose(shape)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if missing := [f"{tier} is {format_bytes(size)} too small" for tier, size in found.tiers.missing.items()]:
         what = f"{shape.name} does not fit on {machine.ranks} rank(s) here, with everything on NVMe that can go there"
-        typer.echo(f"offload: {what}: {', '.join(missing)}; offload plan says what would", err=True)
+        typer.echo(f"offload: {what}: {', '.join(missing)}", err=True)
+        for change in remedies(chooser, shape):
+            typer.echo(f"it fits with {change}", err=True)
         raise typer.Exit(1)
     for line in _words(shape, machine, found):
         typer.echo(line, err=True)

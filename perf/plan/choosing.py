@@ -1,7 +1,13 @@
-"""The section that suits a model and a machine: `offload init` writes it, `offload plan` plans it if none is given."""
+"""The section that suits a model and a machine: `offload init` writes it, `offload plan` plans it if none is given.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+One space is searched whole. Its axes are where optimizer state, gradients and parameters are (five residencies), what
+is kept for backward and where, and the order of micro-batches. What fits is a matter of memory alone, which takes some
+milliseconds each. Of what fits the fastest is taken where rates are known, and else what moves the fewest bytes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,17 @@ from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
-from nvme_offload.perf.plan.prediction import LEAST_GAIN, faster_order, of_orders, predict, tier_plan
+from nvme_offload.perf.plan.prediction import ACTIVATIONS, LEAST_GAIN, Prediction, predict, tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
+
+_RESIDENCIES = (
+    "all of it in memory",
+    "optimizer state on NVMe as far as memory is short",
+    "optimizer state and gradients on NVMe as far as memory is short",
+    "optimizer state, gradients and parameters on NVMe as far as memory is short",
+    "optimizer state, gradients and parameters on NVMe",
+)
+"""The words for the first candidate, with everything in memory, and for `CANDIDATES`."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +37,19 @@ class ChosenSection:
     """A section, why it is this one, and where everything of one rank has its place with it."""
 
     section: dict[str, Any]
-    why: str
+    name: str
+    """The section in words: the places of state, gradients, parameters and activations."""
     job: Job
     tiers: TierPlan
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Chooser:
     """For a machine, it finds the section that is the fastest of those that fit.
 
-    What moves least comes first: everything in memory, the state on NVMe, gradients too, then parameters too. Where
-    rates are known, the first two that fit are compared. Of what is on NVMe as much stays in memory as there is room
-    for: `host_budget` is what is left beside all that it does not cover. More of it is never slower.
+    Of what is on NVMe as much stays in memory as there is room for: `host_budget` is what is left beside all that it
+    does not cover. More of it is never slower.
     """
 
     machine: Machine
@@ -42,82 +58,180 @@ class Chooser:
     checkpointing: bool = True
     sequence: int = 0  # tokens of one sequence; 0: not known
     micro_batches: int = 1  # of a step on one rank
+    chunked_loss: bool = False  # whether the loss is computed of some tokens at a time
+    bf16_moments: bool = False  # whether the sections that are tried keep moments in bf16
 
     def choose(self, shape: ModelShape) -> ChosenSection:
-        """Return the first section that fits, or the next one where it is faster; where none fits, what lacks least."""
-        tried = (choice for each in self._candidates() if (choice := each.tried(self, shape)) is not None)
-        lacking, fitting = list[ChosenSection](), list[ChosenSection]()
-        while len(fitting) < 2 and (choice := next(tried, None)) is not None:
+        """Return the fastest section that fits, or what moves least where rates are not known.
+
+        Where none fits, it is the one that lacks least.
+        """
+        fitting, lacking = list[ChosenSection](), list[ChosenSection]()
+        for choice in self._worth_trying(shape):
             (lacking if choice.tiers.missing else fitting).append(choice)
         if not fitting:
-            return self._ordered(min(lacking, key=lambda choice: sum(choice.tiers.missing.values())))
-        return self._ordered(fitting[-1] if len(fitting) == 2 and self._is_faster(*fitting) else fitting[0])
-
-    def _is_faster(self, first: ChosenSection, second: ChosenSection) -> bool:
-        """Return whether the second section is faster, as far as rates are known."""
-        before, after = (predict(choice.job, self.machine, alone=True).time for choice in (first, second))
-        return before is not None and after is not None and after.seconds < LEAST_GAIN * before.seconds
-
-    def _ordered(self, choice: ChosenSection) -> ChosenSection:
-        """Write the faster order of micro-batches into a section, where rates are known; else "auto" decides."""
-        order = faster_order(of_orders(choice.job, self.machine))
-        if order is None:
-            return choice
-        job = choice.job.with_keys(micro_batch_order=order)
-        tiers = tier_plan(PlacedJob(job, self.machine))
-        if tiers.missing and not choice.tiers.missing:
-            return choice
-        return replace(choice, section=choice.section | {"micro_batch_order": order}, job=job, tiers=tiers)
+            least = min(lacking, key=lambda choice: sum(choice.tiers.missing.values()))
+            return _because(least, "nothing fits; this lacks least")
+        return self._best(fitting, lacking)
 
     def fits(self, shape: ModelShape) -> bool:
-        """Return whether any section lets a model be trained; the one that needs least memory is tried first."""
-        tried = (candidate.tried(self, shape) for candidate in reversed(self._candidates()))
+        """Return whether any section lets a model be trained; those that need least memory are tried first."""
+        tried = (candidate.tried(self, shape) for candidate in reversed(list(self.points())))
         return any(choice is not None and not choice.tiers.missing for choice in tried)
 
-    def _candidates(self) -> "list[_Candidate]":
-        """Sections from what moves least to what needs least memory."""
+    def _worth_trying(self, shape: ModelShape) -> Iterator[ChosenSection]:
+        """Try candidates from what moves least on; leave out those that move more than another which is no slower.
+
+        For each order of micro-batches and each way of keeping activations, what follows the second residency that
+        fits moves more and gains nothing. For each residency, activations move no further than they have to.
+        """
+        num_fitting: dict[tuple[str, str], int] = {}
+        moved_enough: set[tuple[int, str, str]] = set()
+        for candidate in self.points():
+            order, keep = candidate.order, candidate.keep
+            here = candidate.residency, order, keep
+            if here in moved_enough or num_fitting.get((order, keep), 0) >= 2:
+                continue
+            if (choice := candidate.tried(self, shape)) is None:
+                continue
+            if not choice.tiers.missing:
+                moved_enough.add(here)
+                num_fitting[order, keep] = num_fitting.get((order, keep), 0) + 1
+            yield choice
+
+    def _best(self, fitting: list[ChosenSection], lacking: list[ChosenSection]) -> ChosenSection:
+        """Take the fastest of those that fit, or the first where rates are not known; say why, and what comes next."""
+        found = [predict(choice.job, self.machine, alone=True) for choice in fitting]
+        timed = [(one.time.seconds, choice) for one, choice in zip(found, fitting, strict=True) if one.time is not None]
+        if not timed:
+            best = min(zip(found, fitting, strict=True), key=lambda pair: _moved(pair[0]))[1]
+            return _because(best, _first_that_fits(best, lacking))
+        least = min(seconds for seconds, _ in timed)
+        seconds, best = next((seconds, choice) for seconds, choice in timed if seconds * LEAST_GAIN <= least)
+        why = _first_that_fits(best, lacking)
+        others = sorted(((other, choice.name) for other, choice in timed if choice is not best), key=lambda it: it[0])
+        if others:
+            why += f"; an iteration takes {seconds:.3g} s, with {others[0][1]} {others[0][0]:.3g} s"
+        return _because(best, why)
+
+    def points(self) -> "Iterator[Point]":
+        """Yield the space, from what moves least to what needs least memory."""
         drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}
         common: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+        if self.bf16_moments:
+            common["optimizer"] = {"params": {"state_dtype": "bf16"}}
         if self.micro_batches > 1:
             common["gradient_accumulation_steps"] = self.micro_batches
         memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
         state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
-        found = [_Candidate(common | {"zero_optimization": memory}, ALL_FITS)]
+        places = [(common | {"zero_optimization": memory}, False)]
         for each in CANDIDATES:
             section = each.applied(state).model_dump(mode="json", exclude_defaults=True)
-            found.append(_Candidate(section, each.why, each.within_budget))
-        return found
+            places.append((section, each.within_budget))
+        for (number, (section, fills)), keeping in product(enumerate(places), self._keeping(drive)):
+            for order in self._orders(section):
+                keep = keeping.get("activations", {}).get("keep", "")
+                yield Point(
+                    number, order, keep, section | keeping | ({"micro_batch_order": order} if order else {}), fills
+                )
+
+    def _orders(self, section: Mapping[str, Any]) -> Sequence[str]:
+        """Return the orders of micro-batches that differ with a section; one without a name where there is one."""
+        has_orders = self.micro_batches > 1 and OffloadConfig.from_dict(dict(section)).has_block_tiers
+        return ("horizontal", "vertical") if has_orders else ("",)
+
+    def _keeping(self, drive: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the ways of keeping activations: as the model does, then moved to the host, then to the drive."""
+        yield {}
+        if not self.checkpointing:
+            return
+        for keep in ("boundaries", "attention") if self.sequence else ("boundaries",):
+            if self.machine.device_memory is not None:
+                yield {"activations": {"device": "cpu", "keep": keep}}
+            yield {"activations": {**drive, "keep": keep}}
 
     def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""
         config = OffloadConfig.of(section).completed_for(self.machine.ranks)
         return Job(
-            shape=shape, config=config, tokens=self.tokens, checkpointing=self.checkpointing, sequence=self.sequence
+            shape=shape,
+            config=config,
+            tokens=self.tokens,
+            checkpointing=self.checkpointing,
+            sequence=self.sequence,
+            chunked_loss=self.chunked_loss,
         )
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A section that may be taken, with the reason to take it."""
+class Point:
+    """One point of the space."""
 
+    residency: int
+    order: str
+    keep: str
     section: dict[str, Any]
-    why: str
     fills_memory: bool = False  # what no budget covers leaves memory, which becomes the `host_budget`
 
     def tried(self, chooser: Chooser, shape: ModelShape) -> ChosenSection | None:
         """Return what the section comes to; None: what is left for a budget is less than the staging buffers."""
-        section, why = self.section, self.why
+        section = self.section
         if self.fills_memory:
             if (left := _left(chooser.job(section, shape), chooser.machine)) < LEAST_BUDGET:
                 return None
-            budget = left // MiB
-            stays = f"{format_bytes(budget * MiB)} are left for what stays there and for buffers"
-            section, why = section | {"host_budget": f"{budget}MiB"}, f"{why}: {stays}, the rest is on NVMe"
+            section = section | {"host_budget": f"{left // MiB}MiB"}
         job = chooser.job(section, shape)
         try:
-            return ChosenSection(section, why, job, tier_plan(PlacedJob(job, chooser.machine)))
+            tiers = tier_plan(PlacedJob(job, chooser.machine))
         except ConfigError:
             return None
+        return ChosenSection(section, self._name(), job, tiers)
+
+    def _name(self) -> str:
+        """Return in words what the section says."""
+        parts = [_RESIDENCIES[self.residency]]
+        if kept := self.section.get("activations"):
+            where = "NVMe" if kept["device"] == "nvme" else "the host"
+            parts.append(
+                f"the {'inputs of layers' if self.keep == 'boundaries' else 'results of attention'} on {where}"
+            )
+        if self.order:
+            parts.append("block by block" if self.order == "vertical" else "one micro-batch after the other")
+        return ", ".join(parts)
+
+
+def _because(choice: ChosenSection, reason: str) -> ChosenSection:
+    """Return a choice with its reason; where no byte goes to a drive, that is the reason."""
+    why = (
+        f"{choice.name}: {reason}"
+        if choice.tiers.units_on("nvme") or choice.tiers.missing
+        else f"{ALL_FITS}{_but(choice)}"
+    )
+    return ChosenSection(choice.section, choice.name, choice.job, choice.tiers, why)
+
+
+def _but(choice: ChosenSection) -> str:
+    return f"; {choice.name.partition(', ')[2]}" if "activations" in choice.section else ""
+
+
+def _first_that_fits(best: ChosenSection, lacking: Iterable[ChosenSection]) -> str:
+    """Say what the last section before this one lacks, which moves less."""
+    before = list(lacking)
+    if not before:
+        return "it fits"
+    last = before[-1]
+    missing = ", ".join(f"{format_bytes(size)} of {_MEMORY[tier]}" for tier, size in last.tiers.missing.items())
+    return f"with {last.name} {missing} would be missing"
+
+
+_MEMORY = {"device": "GPU memory", "host": "host memory", "nvme": "the drives"}
+
+
+def _moved(prediction: Prediction) -> float:
+    """Return the bytes that a step moves to and from the drive, and half of those that cross to the host."""
+    moved = prediction.total_traffic
+    kept = prediction.tiers.bytes_on("host", ACTIVATIONS) * prediction.job.config.rounds
+    return moved.read + moved.written + kept / 2
 
 
 def _left(job: Job, machine: Machine) -> int:

@@ -17,6 +17,7 @@ from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
+from nvme_offload.perf.plan.remedies import remedies
 from nvme_offload.perf.plan.report import show
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
@@ -83,6 +84,9 @@ def plan(
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; above 0, attention is counted, too.")] = 0,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, without --config.")] = 1,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="Compute the loss of some tokens at a time.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict memory, traffic, time and wear of a training step.
@@ -104,15 +108,18 @@ def plan(
             network=network,
         )
         shape = _shape(model, params, layers, hidden, vocab)
-        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, micro_batches)
+        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, micro_batches, chunked_loss)
         choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
+    changes = remedies(chooser, shape) if prediction.tiers.missing and choice is not None else []
     if as_json:
-        typer.echo(json.dumps(_document(prediction, choice, largest)))
+        typer.echo(json.dumps(_document(prediction, choice, largest) | {"fits_with": changes}))
     else:
         show(prediction, choice, largest, Console())
+        for change in changes:
+            typer.echo(f"It fits with {change}")
     if prediction.tiers.missing:
         raise typer.Exit(1)
 

@@ -167,24 +167,25 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
     zero, copies, pcie = job.config.zero_optimization, placed.copies, machine.pcie or inf
     group_numels = [sum(group) for group in job.shape.groups]
     moved = {phase: _seconds(machine, tiers, phase) for phase in PHASES}
-    # Two operations per parameter and token forward, four backward, two more where layers are computed again. An
-    # embedding is looked up, not multiplied, but a head of the same size mostly is.
+    # Two operations per parameter and token forward, four backward, two more where layers are computed again.
     per_token = job.tokens * job.micro_batches / machine.flops
     # A token attends to half of its sequence, in two products.
     attention = 2.0 * job.sequence * job.shape.hidden_size * job.shape.num_layers * per_token
-    forward = 2.0 * job.shape.numel * per_token + attention
+    work = job.shape.work
+    forward = 2.0 * sum(work) * per_token + attention
     backward = forward * (3 if job.computes_again else 2) - attention * job.keeps_attention
     copying = 0.0 if placed.on_device else leaving * job.config.rounds / machine.copy_rate
     crossing = leaving * job.config.rounds / pcie if placed.on_device else 0.0
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
     share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
+    work_shares = [each / (max(1, sum(work)) * job.config.rounds) for each in work]
     shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
     gathering, reducing = _between_nodes(placed)
     return Work(
         groups=tuple(
             GroupTime(
-                forward=share * (forward + copying),
-                backward=share * (backward + copying),
+                forward=busy * forward + share * copying,
+                backward=busy * backward + share * copying,
                 forward_nvme=share * moved["forward"],
                 backward_nvme=share * moved["backward"],
                 forward_pcie=numel * share_of_rank * copies.forward / pcie + share * crossing,
@@ -192,7 +193,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
                 forward_network=numel * gathering,
                 backward_network=numel * ((gathering if zero.stage == 3 else 0.0) + reducing),
             )
-            for share, numel in zip(shares, group_numels, strict=True)
+            for share, busy, numel in zip(shares, work_shares, group_numels, strict=True)
         ),
         subgroups=tuple(
             _subgroup_time(placed, subgroup, tier, of_blocks)

@@ -40,6 +40,8 @@ MAX_SUBGROUPS = 1024
 """Most subgroups of a plan; beyond, they are larger. A plan of ten terabytes is no better for being made of 100,000."""
 LOGITS_BYTES = 16
 """Bytes of a logit when forward ends: itself in 16 bits and fp32, its log-softmax, the gradients of two of these."""
+CHUNK_TOKENS = 1024
+"""Tokens that a loss in chunks takes at a time, about as Liger's and TRL's do."""
 LAYER_ELEMENTS, LAYER_MASKS = 16, 2
 """Elements, and bytes of dropout masks, that a layer without recomputation keeps for backward per element of its hidden
 state, with an attention that does not keep its scores: Korthikanti et al., arXiv:2205.05198, section 4.1."""
@@ -54,6 +56,7 @@ class Job:
     tokens: int  # tokens of one micro-batch on one rank
     checkpointing: bool  # whether each layer's activations are computed again in backward
     sequence: int = 0  # tokens of one sequence, each of which attends to those before it; 0: not known, nor counted
+    chunked_loss: bool = False  # whether the loss is computed of `CHUNK_TOKENS` at a time, with a head that is fused
     baseline_bytes: int = LIBRARIES_BYTES  # resident memory of a process before it trains
 
     def with_keys(self, **keys: Any) -> Self:
@@ -260,5 +263,6 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     # What the section moves is planned by itself; of a layer that backward is in all is in memory.
     moves = job.config.activations.device != "none"
     layers = job.layer_bytes if moves else job.kept_bytes + job.computes_again * job.layer_bytes
-    activations = layers + job.tokens * job.shape.vocab_size * LOGITS_BYTES
+    with_logits = min(job.tokens, CHUNK_TOKENS) if job.chunked_loss else job.tokens
+    activations = layers + with_logits * job.shape.vocab_size * LOGITS_BYTES
     yield Unit("activations", "activations", activations, tiers=(device,))

@@ -63,6 +63,17 @@ def _ends(work: Work, overlap_step: OverlapStep) -> tuple[_End, _End, int]:
     return model.ends[_WARM_UP - 1], model.ends[-1], len(model.ends) - _WARM_UP
 
 
+_Took = tuple[dict[Part, float], float]
+"""Seconds that a micro-batch waited in each part, and seconds that it took."""
+
+
+def _alike(first: _Took | None, second: _Took) -> bool:
+    if first is None:
+        return False
+    pairs = zip((*first[0].values(), first[1]), (*second[0].values(), second[1]), strict=True)
+    return all(abs(one - other) <= _SAME * second[1] for one, other in pairs)
+
+
 class _Clock:
     """A clock knows what will happen when."""
 
@@ -79,6 +90,11 @@ class _Clock:
         self.now = self._events[0][0]
         while self._events and self._events[0][0] <= self.now + _SAME_MOMENT:
             heapq.heappop(self._events)[2]()
+
+    def skip(self, seconds: float) -> None:
+        """Let time go by in which all that happens is what has happened before."""
+        self.now += seconds
+        self._events = [(moment + seconds, number, then) for moment, number, then in self._events]
 
 
 class _Buffers:
@@ -97,6 +113,11 @@ class _Buffers:
         self._urgent: deque[tuple[float, Callable[[], None]]] = deque()
         self._asked: deque[tuple[float, Callable[[], None]]] = deque()
         self._is_busy = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no state is on its way, nor has to be."""
+        return not (self._num_moving or self._changed)
 
     @property
     def has_room(self) -> bool:
@@ -192,6 +213,11 @@ class _Worker:
         self._first: Sequence[int] = ()  # the reads for the next step when this one is done
         self._num_early: int | None = None
         self._is_updating = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last step is over, and what the next one needs first has been read."""
+        return not self.step.pending and not self._is_updating and self.buffers.is_idle
 
     def begin_in_backward(self) -> None:
         """The last backward begins: what becomes pending from now on is updated in it."""
@@ -300,29 +326,52 @@ class _Model:
 
     def _train(self, iterations: int) -> Iterator[float | Callable[[], bool]]:
         """Return what computing does: seconds that it takes, and conditions that it waits for."""
-        work, groups = self._work, range(len(self._work.groups))
         for number in range(iterations):
             self._num_passes = self._num_asked = self._num_arrived = 0
-            for micro_batch in range(work.micro_batches):
-                for group in groups:
-                    if not micro_batch:
-                        yield from self._wait_for_updates(group)
-                    yield from self._pass("forward", group)
-                begins = micro_batch == work.micro_batches - 1 and self._overlap in IN_BACKWARD
-                if begins:
-                    self._worker.begin_in_backward()
-                for group in reversed(groups):
-                    yield from self._pass("backward", group)
-                    if begins:
-                        self._worker.step.pending.update(dict.fromkeys(self._final_with[group]))
-                        if work.takes_turns:
-                            yield from self._wait("backward", lambda: not self._worker.step.pending)
+            micro_batch, before = 0, None
+            while micro_batch < self._work.micro_batches:
+                begun, waited = self._clock.now, self._waited.copy()
+                yield from self._micro_batch(micro_batch)
+                took = {part: self._waited[part] - waited[part] for part in PARTS}, self._clock.now - begun
+                micro_batch += 1
+                if micro_batch > 1 and self._worker.is_idle and _alike(before, took):
+                    micro_batch += self._skip(self._work.micro_batches - 1 - micro_batch, *took)
+                before = took
             self._worker.take_step(number)
             if self._overlap == "off":
                 yield from self._wait("step", lambda: not self._worker.step.pending)
             self.ends.append((self._clock.now, self._waited.copy(), self._worker.buffers.reads.copy()))
             if len(self.ends) == _FEWEST and self._is_steady():
                 return
+
+    def _micro_batch(self, micro_batch: int) -> Iterator[float | Callable[[], bool]]:
+        """Go through a micro-batch of a step, the first of which waits for updates; in the last one some may begin."""
+        groups, work = range(len(self._work.groups)), self._work
+        for group in groups:
+            if not micro_batch:
+                yield from self._wait_for_updates(group)
+            yield from self._pass("forward", group)
+        begins = micro_batch == work.micro_batches - 1 and self._overlap in IN_BACKWARD
+        if begins:
+            self._worker.begin_in_backward()
+        for group in reversed(groups):
+            yield from self._pass("backward", group)
+            if begins:
+                self._worker.step.pending.update(dict.fromkeys(self._final_with[group]))
+                if work.takes_turns:
+                    yield from self._wait("backward", lambda: not self._worker.step.pending)
+
+    def _skip(self, micro_batches: int, waited: dict[Part, float], seconds: float) -> int:
+        """Let so many micro-batches go by that are all as the last one was, or none; return how many."""
+        micro_batches = max(0, micro_batches)
+        self._clock.skip(micro_batches * seconds)
+        for part in PARTS:
+            self._waited[part] += micro_batches * waited[part]
+        passes = micro_batches * 2 * len(self._work.groups)
+        self._num_passes += passes
+        self._num_asked += passes
+        self._num_arrived += passes
+        return micro_batches
 
     def _is_steady(self) -> bool:
         """Whether the last iteration was as the one before it, or two before it where directions alternate."""

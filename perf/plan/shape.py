@@ -15,6 +15,11 @@ from nvme_offload.perf.measure.loading import nothing_to_collect
 
 _NUMBERED = re.compile(r"layer|expert|depth|block", re.IGNORECASE)  # keys that say how many modules are made
 _MOST_MODULES = 10_000
+_EXPERTS = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+)
+"""Keys of a configuration that say how many experts a layer has, and how many of them a token visits."""
 
 
 class ShapeError(ValueError):
@@ -35,6 +40,8 @@ class ModelShape:
     before: tuple[tuple[int, ...], ...] = ()
     """Elements of each parameter of each large embedding or other end before the layers."""
     after: tuple[tuple[int, ...], ...] = ()  # the same of heads behind the layers
+    idle: tuple[int, ...] = ()
+    """Elements of each layer that a token is not multiplied with: those of experts that it does not visit. None: 0."""
 
     @property
     def numel(self) -> int:
@@ -45,6 +52,15 @@ class ModelShape:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Parameters that are gathered at once, in the order of the forward: the rest comes first, if there is any."""
         return ((self.rest,) if self.rest else ()) + self.before + self.layers + self.after
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Elements of each of `groups` that a token is multiplied with: an embedding is looked up, a head is not."""
+        head = self.tied_numel or (0 if self.after else self.vocab_size * self.hidden_size)
+        rest = (sum(self.rest) - self.tied_numel + head,) if self.rest else ()
+        idle = self.idle or (0,) * len(self.layers)
+        layers = tuple(sum(layer) - unused for layer, unused in zip(self.layers, idle, strict=True))
+        return rest + (0,) * len(self.before) + layers + tuple(map(sum, self.after))
 
     @property
     def tied_numel(self) -> int:
@@ -59,7 +75,10 @@ class ModelShape:
 
     def with_layers(self, num_layers: int) -> Self:
         """A model of this shape with another number of layers; all are as large as the largest."""
-        return replace(self, layers=(max(self.layers, key=sum),) * num_layers)
+        largest, idle = max(
+            zip(self.layers, self.idle or (0,) * len(self.layers), strict=True), key=lambda it: sum(it[0])
+        )
+        return replace(self, layers=(largest,) * num_layers, idle=(idle,) * num_layers)
 
     @classmethod
     def of_numbers(cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0) -> Self:
@@ -93,28 +112,30 @@ class ModelShape:
         _check_config(file)
         try:
             with nothing_to_collect():
-                from transformers import AutoConfig, AutoModelForCausalLM
+                import transformers
         except ImportError:
             how = "install it, or give --params, --layers, --hidden and --vocab"
             raise ShapeError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
         try:
             with nothing_to_collect(), torch.device("meta"):  # most of transformers is loaded here
-                config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+                config = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+                model = _model_of(transformers, config)
             name = config.name_or_path or type(model).__name__
             return cls.of_module(model, name=name, config=config.get_text_config())
         except ShapeError:
             raise
         except Exception as error:  # whatever its classes raise of what they did not expect
-            said = printable(str(error) or type(error).__name__)
-            raise ShapeError(f"{file}: transformers cannot build a causal language model from it: {said}") from error
+            said = printable(str(error) or type(error).__name__).partition("\n")[0]
+            raise ShapeError(f"{file}: transformers cannot build a model from it: {said}") from error
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> Self:
         """The shape of a module, on any device, whose configuration has ``hidden_size`` and ``vocab_size``."""
         shape = cls.of_layers(model, name, config.hidden_size)
         intermediate_size = getattr(config, "intermediate_size", None) or shape.intermediate_size
-        return replace(shape, intermediate_size=intermediate_size, vocab_size=config.vocab_size)
+        idle = _idle(find_blocks(model), config)
+        vocab_size = getattr(config, "vocab_size", 0)
+        return replace(shape, intermediate_size=intermediate_size, vocab_size=vocab_size, idle=idle)
 
     @classmethod
     def of_layers(cls, model: torch.nn.Module, name: str, hidden_size: int) -> Self:
@@ -136,6 +157,28 @@ class ModelShape:
             intermediate_size=4 * hidden_size,
             vocab_size=0,
         )
+
+
+def _model_of(transformers: Any, config: Any) -> torch.nn.Module:
+    """Build the class that the configuration names, or else a causal language model, or else the bare model."""
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    if (found := next(filter(None, named), None)) is not None:
+        return found(config)  # type: ignore[no-any-return]
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-any-return]
+    except ValueError:  # its configuration is of no such class
+        return transformers.AutoModel.from_config(config, trust_remote_code=False)  # type: ignore[no-any-return]
+
+
+def _idle(blocks: Iterable[torch.nn.Module], config: Any) -> tuple[int, ...]:
+    """Return the elements of each layer's experts that a token does not visit, on average."""
+    known = (next((value for name in names if (value := getattr(config, name, None))), 0) for names in _EXPERTS)
+    experts, visited = known
+    share = 1 - visited / experts if 0 < visited < experts else 0.0
+    return tuple(
+        round(share * sum(p.numel() for name, p in block.named_parameters() if ".experts." in f".{name}"))
+        for block in blocks
+    )
 
 
 def _check_config(file: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from nvme_offload.aio_native import Op
@@ -23,6 +24,7 @@ from nvme_offload.offload.storage.transfer import Transfer
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
+MOST_ROUNDS = 4  # micro-batches that are rehearsed: those between the first and the last are alike
 WARM_UP_STEPS = 2  # steps until the order is known in both directions of the update
 COUNTED_STEPS = 2  # steps that are counted, one in each direction of the update
 
@@ -70,6 +72,9 @@ def of_parameters(
     `twice`: backward gathers again what forward freed (ZeRO stage 3). `updated_in`: blocks are updated in the step,
     where the first forward gathers them, or the last backward.
     """
+    if micro_batches > MOST_ROUNDS:
+        found = partial(of_parameters, has_root=has_root, twice=twice, updated_in=updated_in)
+        return _of_many(micro_batches, lambda fewer: found(sizes, num_buffers, fewer, visits))
     rehearsal = _Rehearsal("parameters", sizes, num_buffers)
     forward = range(len(sizes))
     backward = [*forward[:has_root], *reversed(forward[has_root:])] if twice else []
@@ -93,6 +98,10 @@ def of_gradients(
 
     Arguments as in `of_parameters`.
     """
+    if micro_batches > MOST_ROUNDS:
+        return _of_many(
+            micro_batches, lambda fewer: of_gradients(sizes, num_buffers, fewer, visits, updated_in=updated_in)
+        )
     arrived: set[int] = set()
     rehearsal = _Rehearsal("gradients", sizes, num_buffers, arrived)
 
@@ -107,6 +116,14 @@ def of_gradients(
     if updated_in == "backward":  # in memory, where they stay
         return StepTraffic()
     return rehearsal.of_steps(train, visits, changes=False, behind=updated_in == "forward")
+
+
+def _of_many(micro_batches: int, of: Callable[[int], StepTraffic]) -> StepTraffic:
+    """Return the traffic of many micro-batches from that of the most that are rehearsed, and of one less."""
+    most, fewer, more = of(MOST_ROUNDS), of(MOST_ROUNDS - 1), micro_batches - MOST_ROUNDS
+    return StepTraffic(
+        {phase: moved + (moved + fewer.phases[phase] * -1) * more for phase, moved in most.phases.items()}
+    )
 
 
 class _Rehearsal:

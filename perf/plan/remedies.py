@@ -1,0 +1,52 @@
+"""The smallest changes with which a model fits that does not fit, found by the search that found that it does not."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nvme_offload.perf.plan.choosing import Chooser
+from nvme_offload.perf.plan.shape import ModelShape
+
+_GRAIN = 128  # tokens
+_MOST_RANKS = 4096
+_CHUNKED = "a loss that is computed in chunks (Liger's fused linear cross entropy, TRL's use_liger_kernel)"
+_BF16 = 'moments in bf16 ("optimizer": {"params": {"state_dtype": "bf16"}}; it is another optimizer)'
+
+
+def remedies(chooser: Chooser, shape: ModelShape) -> list[str]:
+    """Return in words each single change with which the model fits; if there is none, a pair."""
+    chunked = replace(chooser, chunked_loss=True)
+    found = list(_single(chooser, shape))
+    if not found and not chooser.chunked_loss:
+        found = [f"{_CHUNKED} and {each}" for each in _single(chunked, shape)]
+    return found
+
+
+def _single(chooser: Chooser, shape: ModelShape) -> Iterator[str]:
+    if tokens := _most_tokens(chooser, shape):
+        yield f"{tokens:,} tokens in a micro-batch in place of {chooser.tokens:,}"
+    if not chooser.chunked_loss and replace(chooser, chunked_loss=True).fits(shape):
+        yield _CHUNKED
+    if not chooser.bf16_moments and replace(chooser, bf16_moments=True).fits(shape):
+        yield _BF16
+    if ranks := _fewest_ranks(chooser, shape):
+        yield f"{ranks} ranks in place of {chooser.machine.ranks}"
+
+
+def _most_tokens(chooser: Chooser, shape: ModelShape) -> int:
+    """Return the most tokens of a micro-batch that fit, in steps of 128, and one sequence at least; 0: none do."""
+    low, high = 0, -(-chooser.tokens // _GRAIN)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = replace(chooser, tokens=middle * _GRAIN).fits(shape)
+        low, high = (middle, high) if fits else (low, middle)
+    return low * _GRAIN if low * _GRAIN >= chooser.sequence else 0
+
+
+def _fewest_ranks(chooser: Chooser, shape: ModelShape) -> int:
+    """Return the fewest ranks that fit, twice as many each time, on more nodes of this kind; 0: no number does."""
+    machine, ranks = chooser.machine, 2 * chooser.machine.ranks
+    while ranks <= _MOST_RANKS:
+        if replace(chooser, machine=replace(machine, ranks=ranks)).fits(shape):
+            return ranks
+        ranks *= 2
+    return 0
