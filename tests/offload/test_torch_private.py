@@ -287,8 +287,9 @@ def test_reduce_every_call(alone):
         for module in (model.block, model):
             fully_shard(module)
         hook(model)
+        shard = model.block.weight
         model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-        grads.append(model.block.weight.grad.full_tensor()[0, 0].item())
+        grads.append(shard.grad.full_tensor()[0, 0].item())
     assert grads == [1.0, 2.0]
 
 
