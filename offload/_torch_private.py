@@ -6,11 +6,12 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -20,6 +21,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten  # as every tensor subclass of torch's walks arguments
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -213,6 +215,102 @@ def num_backwards_left(module: torch.nn.Module) -> int:
     return max((len(group._post_forward_indices) for group in fsdp_param_groups(module)), default=0)
 
 
+def shards_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters as the optimizer needs them: shards in the place of what FSDP2 shows gathered after a forward.
+
+    ``_module_state_mapping``: nothing public leads from a gathered parameter to its shard. Every call of a module that
+    has some of the shards is reduced from here on: see `reduce_every_call`.
+    """
+    known = sys.modules.get("torch.distributed._composable_state")
+    modules = list(known._module_state_mapping) if known is not None else []
+    records = [(module, record) for module in modules for record in fsdp_params(module)]
+    shards = {id(getattr(record, "_unsharded_param", None)): record.sharded_param for _, record in records}
+    found = [shards.get(id(param), param) for param in params]
+    members = {id(param) for param in found}
+    for module in {module for module, record in records if id(record.sharded_param) in members}:
+        reduce_every_call(module)
+    return found
+
+
+class _GradientHooks:
+    """Hooks of the whole gradient of a sharded parameter: on the gathered one, which FSDP2 makes when it needs it.
+
+    ``FSDPParam.init_unsharded_param``: from there on ``_unsharded_param`` may be another tensor.
+    """
+
+    def __init__(self, fsdp_param: Any, hooks: MutableMapping[int, Callable[..., Any]]) -> None:
+        self.hooks = hooks
+        self._record = fsdp_param
+        self._init = fsdp_param.init_unsharded_param
+        self._hooked: torch.Tensor | None = None
+        fsdp_param.init_unsharded_param = self._init_and_hook
+        self._hook()
+
+    def _init_and_hook(self) -> None:
+        self._init()
+        self._hook()
+
+    def _hook(self) -> None:
+        gathered = getattr(self._record, "_unsharded_param", None)
+        if gathered is not None and gathered is not self._hooked:
+            trainable = gathered.requires_grad
+            gathered.requires_grad_(True).register_hook(self._run)
+            gathered.requires_grad_(trainable)
+            self._hooked = gathered
+
+    def _run(self, grad: torch.Tensor) -> torch.Tensor:
+        for hook in tuple(self.hooks.values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad
+
+
+def has_accumulation_hooks(param: torch.Tensor) -> bool:
+    """Whether there are any of ``register_post_accumulate_grad_hook``: ``Tensor._post_accumulate_grad_hooks``."""
+    return bool(param._post_accumulate_grad_hooks)
+
+
+def take_the_place_of(old: torch.Tensor, fsdp_param: Any, refuse: Callable[[torch.Tensor], None]) -> None:
+    """Give a sharded parameter what was put on the `old` one: attributes and hooks, whose handles go on removing them.
+
+    ``Tensor._backward_hooks``: what ``register_hook`` fills. `refuse` is called when a gradient reaches the old one.
+    """
+    vars(fsdp_param.sharded_param).update(vars(old))
+    if old._backward_hooks:
+        fsdp_param.hooks_of_gradient = _GradientHooks(fsdp_param, old._backward_hooks)
+    if old.requires_grad:
+        old.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+def guard_shards(record_of: Callable[[torch.Tensor], Any], why: str) -> None:
+    """Have the parameters for which `record_of` finds FSDP2's record refuse ``.data = tensor``, with `why`, and hook.
+
+    ``DTensor.data``, ``DTensor.register_hook``: torch takes the first and changes nothing, and never runs a hook of a
+    shard: autograd knows the gathered parameter alone, so it is that which is hooked. Idempotent.
+    """
+    from torch.distributed.tensor import DTensor
+
+    plain, sharded = cast("Any", torch.Tensor), cast("Any", DTensor)
+
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if record_of(tensor) is not None:
+            raise ValueError(why)
+        plain.data.__set__(tensor, value)
+
+    def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        if (record := record_of(tensor)) is None or not tensor.requires_grad:
+            return plain.register_hook(tensor, hook)
+        if not hasattr(record, "hooks_of_gradient"):
+            record.hooks_of_gradient = _GradientHooks(record, OrderedDict())
+        hooks = record.hooks_of_gradient.hooks
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    sharded.data = property(plain.data.__get__, set_data)
+    sharded.register_hook = register_hook
+
+
 def install_extension(fsdp_param: Any, local: torch.Tensor) -> None:
     """Make FSDP2 gather a parameter through `local`'s all-gather extension, and forget its own copy.
 
@@ -368,7 +466,7 @@ def reduce_every_call(model: torch.nn.Module) -> None:
     prepared. Gradients of the others stay in the gathered parameters, for the next step.
     """
     for module in model.modules():
-        if is_fsdp(module):
+        if is_fsdp(module) and _compute_again not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_compute_again, prepend=True, with_kwargs=True)
 
 

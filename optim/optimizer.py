@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, state_dict_hooks
+from nvme_offload.offload._torch_private import not_compiled, running_last_before_load, shards_of, state_dict_hooks
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
@@ -166,6 +166,7 @@ class OffloadOptimizer(Optimizer):
         number, first = len(self.param_groups), len(self.store.table)
         try:
             super().add_param_group(param_group)
+            self.param_groups[-1]["params"] = shards_of(self.param_groups[-1]["params"])
             added = take_on(self.store, self.rule, self.param_groups[-1], number)
             if self.store.is_placed:
                 self._stepper.schedules.forget()

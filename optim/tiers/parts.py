@@ -20,6 +20,7 @@ from torch import nn
 from nvme_offload.offload._torch_private import (
     fsdp_groups,
     fsdp_params,
+    guard_shards,
     install_extension,
     is_dtensor,
     is_fsdp,
@@ -44,6 +45,10 @@ FROZEN = " (frozen)"
 
 CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
 
+_DATA = (
+    "parameter.data = tensor changes nothing of a sharded parameter: call set_full_param(parameter, tensor) of "
+    "nvme_offload on all ranks, or parameter.copy_(other) under torch.no_grad(), with a DTensor of its layout"
+)
 
 _OFFLOADED = (
     "split_parameters: the model was sharded with CPUOffloadPolicy, under which FSDP2 copies whole shards to the "
@@ -403,12 +408,19 @@ def remember_gatherers(model: nn.Module) -> None:
     for module in model.modules():
         for record in fsdp_params(module):
             _gatherers[id(record.sharded_param)] = weakref.ref(module)
+    guard_shards(lambda param: _gatherer_of(param)[1], _DATA)
 
 
 def drop_gathered(param: torch.Tensor) -> None:
     """Free what FSDP2 still holds gathered of a parameter and its neighbours: it has the old value."""
+    module, record = _gatherer_of(param)
+    if record is not None:
+        module.reshard()
+
+
+def _gatherer_of(param: torch.Tensor) -> tuple[Any, Any]:
+    """Return the module that gathers a parameter, and FSDP2's record of it; two times None for any other tensor."""
     known = _gatherers.get(id(param))
     module = known() if known else None
-    gathers = module is not None and any(record.sharded_param is param for record in fsdp_params(module))
-    if gathers and is_fsdp(module):
-        module.reshard()
+    records = fsdp_params(module) if module is not None else ()
+    return next(((module, record) for record in records if record.sharded_param is param), (None, None))

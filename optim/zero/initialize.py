@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload._fsdp_passes import begin_at
-from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload._torch_private import has_accumulation_hooks, local_tensor
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
@@ -404,6 +404,9 @@ def _check_parameters(model: nn.Module) -> None:
     if strided := next((name for name, param in model.named_parameters() if not param.is_contiguous()), None):
         remedy = f"write param = model.get_parameter({strided!r}); param.data = param.data.contiguous() before it"
         raise ValueError(f"initialize: {strided!r} is not contiguous, as FSDP2 needs parameters: {remedy}")
+    if hooked := next((name for name, param in model.named_parameters() if has_accumulation_hooks(param)), None):
+        remedy = "register_hook takes a whole gradient, also before initialize, and this hook one of a shard, after it"
+        raise ValueError(f"initialize: {hooked!r} has a hook behind the accumulation of its gradient: {remedy}")
     devices = sorted({str(param.device) for param in params})
     device = params[0].device
     if len(devices) > 1 or not (is_on_meta(model) or is_host(device) or is_device(device)):

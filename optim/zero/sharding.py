@@ -1,6 +1,6 @@
 """Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,13 @@ from nvme_offload.offload._fsdp_passes import (
     gather_outside_inference_mode,
     reduce_alike,
 )
-from nvme_offload.offload._torch_private import fsdp_params, is_compiled, reduce_every_call, refuse_conversion
+from nvme_offload.offload._torch_private import (
+    fsdp_params,
+    is_compiled,
+    reduce_every_call,
+    refuse_conversion,
+    take_the_place_of,
+)
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
 from nvme_offload.optim.layout.blocks import params_outside
@@ -70,6 +76,7 @@ def shard_with_precision(
 
     What it trains in 16 bits becomes fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
+    before = dict(model.named_parameters())
     cast_where_needed(model, plan)
     for param in model.parameters():
         if not stays_as_it_came(param):
@@ -86,6 +93,7 @@ def shard_with_precision(
         return Storage(precision.storage, precision.accumulate) if is_apart else None
 
     (give_shards or partial(take_apart, model))(storage_of)
+    _replace(before, model)
     for name, param in model.named_parameters():
         accumulate = plan[name].accumulate
         if param.is_floating_point() and param.dtype != accumulate and split_shard(param) is None:
@@ -100,6 +108,21 @@ def shard_with_precision(
         if isinstance(module, FSDPModule):
             refuse_conversion(module, CONVERTED)
     refuse_what_needs_whole_weights(model)
+
+
+def _replace(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Give shards what was put on the parameters that they replace, to which no gradient may come any more."""
+    remember_gatherers(model)
+    records = {record.sharded_param: record for module in model.modules() for record in fsdp_params(module)}
+    for name, param in model.named_parameters():
+
+        def refuse(old: torch.Tensor, name: str = name) -> None:
+            remedy = (
+                f"engine.module.get_parameter({name!r}), the shard in its place: collect parameters after initialize"
+            )
+            raise StateError(f"{name} as it was before initialize", f"a loss that uses {remedy}", "a gradient of it")
+
+        take_the_place_of(before[name], records[param], refuse)
 
 
 def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:
@@ -161,7 +184,6 @@ def shard_model(
             gather_in_kept_memory(model)
     for module in model.modules():
         gather_outside_inference_mode(module)
-    remember_gatherers(model)
     return model
 
 

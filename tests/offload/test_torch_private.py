@@ -293,6 +293,35 @@ def test_reduce_every_call(alone):
     assert grads == [1.0, 2.0]
 
 
+def test_guard_shards_and_take_the_place_of(alone):
+    be_alone()
+    layer = torch.nn.Linear(2, 2, bias=False)
+    old = layer.weight
+    old.is_mine = True
+    handle = old.register_hook(lambda grad: 3 * grad)
+    fully_shard(layer)
+    [record] = private.fsdp_params(layer)
+    shard = layer.weight
+    assert not private.has_accumulation_hooks(old)
+    private.take_the_place_of(old, record, Mock(side_effect=TypeError("gone")))
+    assert private.has_accumulation_hooks(old)
+    private.guard_shards(lambda tensor: record if tensor is shard else None, "it is a shard")
+    with pytest.raises(ValueError, match="it is a shard"):
+        shard.data = torch.ones(2, 2)
+    assert shard.is_mine
+    assert shard.data is not shard
+    shard.register_hook(lambda grad: grad + 1)
+    for expected in (4.0, 6.0):
+        layer(torch.ones(1, 2)).sum().backward()
+        assert shard.grad.full_tensor()[0, 0] == expected
+        handle.remove()
+    with pytest.raises(TypeError, match="gone"):
+        old.sum().backward()
+    layer.unshard()
+    assert layer.weight is not shard
+    assert [*map(id, private.shards_of(layer.parameters()))] == [id(shard)]
+
+
 def test_a_forward_is_counted_until_its_backward_comes(alone):
     be_alone()
     look_at_backwards_left(init_device_mesh("cpu", (1,)))
