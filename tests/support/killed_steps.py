@@ -75,7 +75,7 @@ def train_optimizer(path, name, note, **more):
     params = params_of(SHAPES, *DTYPES)
     groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}]
     with OffloadAdamW(groups, offload=durable_section(path, name, **more)) as optimizer:
-        for number in _steps_left(optimizer, name, note):
+        for number in steps_left(optimizer, name, note):
             gradients_of(params, number)
             optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
             if number % 13 == 4:
@@ -90,13 +90,14 @@ def train_optimizer(path, name, note, **more):
 def train_engine(path, name, note, tiers="state", other=None):
     """The same of a sharded model, on the ranks of this process group."""
     with durable("bf16", path, name, tiers, other=other) as engine:
-        for number in _steps_left(engine, name, note):
+        for number in steps_left(engine, name, note):
             steps_of(engine, dist.get_rank(), [number])
         state, scalars = whole(engine)
         return digest_of(state.values()) + repr(sorted(scalars.items()))
 
 
-def _steps_left(trained, name, note):
+def steps_left(trained, name, note):
+    """Resume what has a name, and yield the number of each step that is left; what they come to is noted."""
     found = trained.resume() if name else None
     step, position = (found[0], found[1]["position"]) if found else (0, 0)
     assert step == position, (step, position)
@@ -204,13 +205,13 @@ class Lives:
 
     def _life(self, rank):
         host = ""
-        if self.kind.train is train_engine:
+        if self.kind.train is not train_optimizer:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.kind.num_ranks))
         if self.kind.hosts:
             os.environ.update(MASTER_ADDR=self.order[0], MASTER_PORT="29500")
             host = self.order[rank]
             self.hosts[host]()
-        elif self.kind.train is train_engine:
+        elif self.kind.train is not train_optimizer:
             met = f"file://{self.path}/{self.name}.{self.number}"
             dist.init_process_group("gloo", init_method=met, rank=rank, world_size=self.kind.num_ranks)
         name, how = (self.name, self.kind.how) if self.lasting else (None, self.kind.plain)

@@ -46,9 +46,9 @@ class ViewsOut:
         for departure, other in self._departing:
             assert other is not buffer, f"{to.name} gets the buffer of {departure.block.name}, which a device copies"
 
-    def copied(self):
-        """FSDP2 has copied what it asked for, or has given it up."""
-        self._asked.clear()
+    def copied(self, of=None):
+        """FSDP2 has copied what it asked for, all or of a block, or has given it up."""
+        self._asked = [pair for pair in self._asked if of not in (None, pair[0])]
 
 
 def _is_under_way(mark):
@@ -76,6 +76,7 @@ def watch(patch):
         patch.setattr(holder, name, call)
 
     after(TieredShard, "gather", lambda found, shard: shard.device.type == "cpu" and out.note(shard.block))
+    after(TieredShard, "end_gather", lambda *unused: None, first=lambda shard: out.copied(shard.block))
     after(Staging, "lease", lambda found, staging, slot: found and out.check_leased(slot.buffer, slot))
     after(Departure, "send", lambda found, departure, memory, device: out.send(departure, memory))
     after(FSDPParamGroup, "unshard", lambda *unused: out.check_held(), ends=True)

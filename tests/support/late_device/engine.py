@@ -30,6 +30,7 @@ from tests.support.late_device.module import install, late_device
 from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import LATE
 from tests.support.tiers import be_eager, wait_for_guessed
+from tests.support.views_out import watch
 
 WIDTH, LAYERS, STEPS = 48, 4, 2
 
@@ -260,7 +261,12 @@ def trained_by_a_rank(
                 dist.init_process_group("cpu:gloo,late:gloo", rank=rank, world_size=world_size, store=store)
             else:
                 os.environ.pop("RANK", None), os.environ.pop("WORLD_SIZE", None)
-            with late_device() if is_late else nullcontext(), mistake() if is_late else nullcontext():
+            with (
+                late_device() if is_late else nullcontext(),
+                mistake() if is_late else nullcontext(),
+                pytest.MonkeyPatch.context() as patched,
+            ):
+                watch(patched)
                 each.append(train(device, str(drive), section))
         found.append(each)
     return found

@@ -11,6 +11,7 @@ from nvme_offload.offload.staging.slot import Residency, Staging
 from nvme_offload.offload.swapper.records import Prefetch
 from nvme_offload.offload.swapper.scheduler import TaskScheduler
 from nvme_offload.optim.checkpoint import files
+from tests.support.views_out import end_all_but_the_latest
 
 
 def buffer_released_early() -> None:
@@ -92,4 +93,5 @@ MUTATIONS: Mapping[str, Callable[[], None]] = {
     "swallowed short read": swallowed_short_read,
     "lost wake-up": lost_wake_up,
     "stale checksum": stale_checksum,
+    "gather ended by its other half": end_all_but_the_latest,
 }

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.simulator.subjects.checkpoint import CheckpointSubject
+from tests.support.simulator.subjects.gathers import GatherSubject
 from tests.support.simulator.subjects.optimizer import OptimizerSubject
 from tests.support.simulator.subjects.swapper import SwapperSubject
 from tests.support.simulator.subjects.tier import TierSubject
@@ -13,4 +14,5 @@ SUBJECTS: Mapping[str, Any] = {
     "swapper": SwapperSubject,
     "optimizer": OptimizerSubject,
     "checkpoint": CheckpointSubject,
+    "gathers": GatherSubject,
 }

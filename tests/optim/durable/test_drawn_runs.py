@@ -1,0 +1,32 @@
+"""Runs whose configuration is drawn end with the bits of the same run in memory, killed or not.
+
+To run others: ``python -m tests.support.drawn_runs FOLDER --runs 1000 --kills 400 --seed 7``.
+"""
+
+import json
+
+import pytest
+
+from tests.support.drawn_runs import IN_MEMORY
+from tests.support.sharded_model import SHARDS_CODES
+from tests.support.training import run_child
+
+CHILD = "import sys; from tests.support.drawn_runs import main; sys.exit(main(sys.argv[1:]))"
+FROZEN_AND_TRAINED = IN_MEMORY | {"rule": "Muon", "precision": "bf16", "base": "frozen", "count": 1, "clip": 0.0}
+FROZEN_AND_TRAINED |= {"ranks": 2, "params": "nvme", "schedule": "backward", "order": "vertical", "buffers": 3}
+FROZEN_AND_TRAINED |= {"aio": ("pyuring", 1, "64KiB")}
+
+
+@SHARDS_CODES
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize(("runs", "kills"), [(50, 20), pytest.param(1000, 400, marks=pytest.mark.slow)])
+def test_drawn_runs_have_the_bits_of_a_run_in_memory(drive, runs, kills):
+    said = run_child(CHILD, drive, "--runs", runs, "--kills", kills, "--seed", runs, timeout=14400)
+    report = json.loads(said.splitlines()[-1])
+    assert report["kills"] >= kills, said
+    assert report["refused"] <= report["runs"] // 50, said
+
+
+def test_drawn_runs_find_a_buffer_that_is_given_away_while_a_view_of_it_is_out(drive):
+    with pytest.raises(AssertionError, match="of which a view is out"):
+        run_child(CHILD, drive, "--mistake", "--case", FROZEN_AND_TRAINED, timeout=280)

@@ -1,0 +1,243 @@
+"""Runs whose configuration is drawn, each beside the same run in memory, in the plain order: every bit is the same.
+
+    python -m tests.support.drawn_runs FOLDER --runs 1000 --kills 400 --seed 0
+
+Drawn are rule, precision, frozen base, tiers, activations, buffers, schedule, order, ranks, and how long state lasts.
+Staging buffers are guarded meanwhile (`views_out`). What lasts is killed, too (`killed_steps`). A case that goes wrong
+is printed; ``--case`` runs it again, ``--mistake`` puts the one back that the guard is for.
+"""
+
+import argparse
+import ast
+import json
+import random
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvme_offload import ConfigError, initialize
+from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of, kill, steps_left
+from tests.support.ranks import run_ranks
+from tests.support.rules import CASES
+from tests.support.sharded_model import full_state
+from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, section, train_step
+from tests.support.views_out import end_all_but_the_latest, watch
+
+WIDTH, LAYERS, STEPS = 34, 4, 4
+AT_ONCE = 8  # cases that one start of the ranks goes through
+RULES = {str(case): {"type": case.name, "params": case.section_params} for case in CASES}
+RULES["Muon"] = {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}
+COLUMNS = {
+    "rule": list(RULES),
+    "precision": list(PRECISIONS),
+    "base": [None, "frozen", "frozen", "uint8", "packed"],
+    "count": [1, 2, 3],
+    "clip": [0.0, 0.0, 0.5],
+    "ranks": [1, 2, 2],
+    "params": ["none", "nvme", "nvme", "nvme"],
+    "grads": ["none", "nvme"],
+    "state": ["cpu", "nvme", "nvme"],
+    "keep": [None, None, "boundaries", "attention", "all"],
+    "schedule": ["off", "forward", "backward", "backward", "speculate"],
+    "order": ["horizontal", "vertical"],
+    "ahead": [0, 1, 2],
+    "every": [0, 1, 3],
+    "buffers": [2, 3, 3, 4],
+    "aio": [("auto", 32, "1MiB"), ("pyuring", 1, "64KiB"), ("aiofiles", 4, "64KiB")],
+}
+IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
+IN_MEMORY |= {"ahead": 0, "every": 0}
+
+
+def allowed(case):
+    """What the section refuses is in tests of its own."""
+    exact = case["clip"] == 0.0 and case["precision"] != "fp16"
+    return (
+        (case["schedule"] != "backward" or exact)
+        and (case["schedule"] != "speculate" or case["every"] > 0)
+        and (not case["every"] or case["state"] == "nvme")
+        and (not case["ahead"] or case["order"] == "horizontal")
+        and {case["params"], case["grads"], case["state"], case["keep"]} != {"none", "cpu", None}
+    )
+
+
+def draw(chance, **fixed):
+    """Return a case, with these values."""
+    while not allowed(case := {name: chance.choice(values) for name, values in COLUMNS.items()} | fixed):
+        pass
+    return case
+
+
+class Adapted(Layer):
+    """A layer whose matrices are frozen, or codes beside them, and an adapter."""
+
+    def __init__(self, width, base):
+        super().__init__(width)
+        for frozen in (self.up, self.down):
+            frozen.requires_grad_(False)
+        self.is_packed = base == "packed"
+        if base != "frozen":
+            codes = torch.randint(0, 255, (width, width // 2 if self.is_packed else width), dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+        self.thin, self.wide = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, hidden):
+        found = self.norm(hidden)
+        added = self.wide(self.thin(found))
+        if hasattr(self, "codes"):
+            codes = torch.cat((self.codes & 15, self.codes >> 4), 1) if self.is_packed else self.codes
+            added = added + nn.functional.linear(found, (codes.to(found.dtype) - 100) * 0.001)
+        return super().forward(hidden) + added
+
+
+def model_of(case):
+    torch.manual_seed(0)
+    model = Model(num_layers=LAYERS, width=WIDTH, tied=case["base"] is None)
+    if case["base"] is not None:
+        model.embedding.requires_grad_(False)
+        model.layers = nn.ModuleList(Adapted(WIDTH, case["base"]) for _ in range(LAYERS))
+    return model
+
+
+def config_of(path, case, name):
+    tiers = {key: case[key] for key in ("grads", "state")}
+    config = section(path, case["params"], **tiers, accumulation=case["count"], buffer_count=case["buffers"])
+    if case["every"]:
+        lasting = {"durable": name or "run", "rewrite_every": case["every"], "staging_budget": "4MiB"}
+        config["zero_optimization"]["offload_optimizer"] |= lasting
+    if case["keep"]:
+        kept = {"device": "nvme", "nvme_path": str(path), "keep": case["keep"], "host_budget": "4KiB", "min_bytes": 0}
+        config["activations"] = kept
+    engine, depth, size = case["aio"]
+    return (
+        config
+        | PRECISIONS[case["precision"]]
+        | {
+            "optimizer": RULES[case["rule"]],
+            "gradient_clipping": case["clip"],
+            "overlap_step": case["schedule"],
+            "micro_batch_order": case["order"],
+            "aio": {"engine": engine, "queue_depth": depth, "block_size": size, "direct": "optional"},
+            **({"skip_non_finite": False} if case["schedule"] == "backward" else {}),
+        }
+    )
+
+
+def train(path, name, note, case, mistake=False):
+    """Do all steps of a case, from the latest that is committed if it lasts; return a digest of each tensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch)
+        be_eager(patch)
+        if mistake:
+            end_all_but_the_latest(patch)
+        with initialize(model_of(case), config_of(path, case, name)) as engine:
+            layers = list(engine.module.layers)
+            for number, layer in enumerate(layers if case["ahead"] and case["ranks"] > 1 else ()):
+                layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + case["ahead"]])
+            for step in steps_left(engine, name, note) if note else range(STEPS):
+                if case["order"] == "vertical":
+                    engine.accumulate(partial(_loss, engine, step), range(case["count"]))
+                    engine.step()
+                else:
+                    train_step(engine, step, dist.get_rank())
+            return {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
+
+
+def _loss(engine, step, micro):
+    return loss_of(engine, step, micro, dist.get_rank())
+
+
+def train_and_join(path, name, note, case):
+    """As a life of `killed_steps`: all digests in one text."""
+    return json.dumps(train(path, name, note, case))
+
+
+def check(rank, world_size, path, cases, mistake):
+    """What differs in each case from the same run in memory; None where the section was refused."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = []
+    for number, case in enumerate(cases):
+        try:
+            folder = path / f"{number}"
+            folder.mkdir(exist_ok=True)
+            ours = train(folder, None, None, case, mistake)
+        except ConfigError as refused:
+            found.append(f"refused: {refused}")
+            continue
+        expected = train(path, None, None, case | IN_MEMORY)
+        found.append(" ".join(key for key in expected if expected[key] != ours[key]))
+    return found
+
+
+def run(root, cases, mistake=False):
+    """Run cases of one number of ranks; return what was wrong with each, or nothing. One that fails is run alone."""
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        try:
+            said = run_ranks(check, cases[0]["ranks"], Path(folder), cases, mistake)
+        except AssertionError as failed:
+            if len(cases) == 1:
+                return [f"failed: {failed}"]
+            return [wrong for case in cases for wrong in run(root, [case], mistake)]
+    return [" ".join(dict.fromkeys(filter(None, of_case))) for of_case in zip(*said, strict=True)]
+
+
+def main(arguments=None):
+    """Run so many, kill so often; print what came of it as one line of JSON. Returns whether anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mistake", action="store_true")
+    parser.add_argument("--case", type=ast.literal_eval, help="as it was printed")
+    given = parser.parse_args(arguments)
+    be_ready_to_fork()
+    chance = random.Random(given.seed)
+    cases = [given.case] if given.case else [draw(chance) for _ in range(given.runs)]
+    report = {"runs": 0, "refused": 0, "wrong": 0, "kills": 0}
+    for ranks in (1, 2):
+        alike = [case for case in cases if case["ranks"] == ranks]
+        for first in range(0, len(alike), AT_ONCE):
+            part = alike[first : first + AT_ONCE]
+            for case, wrong in zip(part, run(given.folder, part, given.mistake), strict=True):
+                _count(report, case, wrong)
+    while report["kills"] < given.kills:
+        case = draw(chance, state="nvme", every=chance.choice((1, 3)))
+        name = f"drawn-{report['kills']}"
+        KINDS[name] = Kind(train_and_join, case["ranks"], {"case": case}, {"case": case | IN_MEMORY})
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            try:
+                done = kill(Path(folder), name, min(4, given.kills - report["kills"]), chance.randrange(1 << 20), None)
+                report["kills"] += done["kills"]
+                wrong = ""
+            except AssertionError as failed:
+                report["kills"] += 1
+                wrong = f"failed: {failed}"
+        _count(report, case, wrong)
+    sys.stdout.write(json.dumps(report) + "\n")
+    return bool(report["wrong"])
+
+
+def _count(report, case, wrong):
+    report["runs"] += 1
+    if wrong.startswith("refused"):
+        report["refused"] += 1
+    elif wrong:
+        report["wrong"] += 1
+    if wrong:
+        sys.stdout.write(f"{wrong[-2000:]}\n  --case {str(case)!r}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    from tests.support import drawn_runs  # what ranks are sent is of the module, and not of the program
+
+    sys.exit(drawn_runs.main())
