@@ -105,7 +105,7 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights as `from_pretrained` reads them, and what `Trainer` saves beside them."""
         folder = Path(output_dir or str(self.args.output_dir))
-        self.engine.export_safetensors(folder, "own")
+        self.engine.export_safetensors(folder, "own", published=not self.args.save_only_model)  # which reads it
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             for part in (*(getattr(self.model, name, None) for name in ("config", "generation_config")), tokenizer):

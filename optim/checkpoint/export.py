@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
+from nvme_offload.optim.checkpoint.published import Conversion, as_they_are, conversions_of, kinds_of
 from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
 from nvme_offload.optim.ranks.collective import is_alone, on_every_rank, take_first
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
@@ -30,6 +31,7 @@ def export_safetensors(
     group: dist.ProcessGroup | None = None,
     writes: bool | None = None,
     frozen: bool = True,
+    published: bool = True,
 ) -> list[Path]:
     """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name.
 
@@ -38,11 +40,29 @@ def export_safetensors(
     is_left_out = {id(param) for param in model.parameters() if not (frozen or param.requires_grad)}
     tensors = {name: tensor for name, tensor in weight_items(model) if id(tensor) not in is_left_out}
 
-    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        return _whole(name, tensors[name], wanted, group)
+    dtypes = dtypes_in_files(dtype, own, _shapes_of(tensors))
+    conversions = _conversions_of(model, tensors, dtypes, published=published)
+    conversion_of = {name: conversion for conversion in conversions for name in conversion.made}
+    made: dict[str, torch.Tensor] = {}
 
-    shapes = _shapes_of(tensors)
-    return write_weights(folder, shapes, stored, dtypes_in_files(dtype, own, shapes), max_shard_bytes, group, writes)
+    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+        if name not in made:  # those of one conversion follow each other
+            made.update(
+                conversion_of[name].values(lambda source: _whole(source, tensors[source], dtypes[source], group))
+            )
+        return made.pop(name)
+
+    kinds = {name: each for conversion in conversions for name, each in kinds_of(conversion.made).items()}
+    in_files = {name: kind for name, (_, kind) in kinds.items()}
+    return write_weights(folder, kinds, stored, in_files, max_shard_bytes, group, writes)
+
+
+def _conversions_of(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], *, published: bool
+) -> list[Conversion]:
+    """Return how to make the files of tensors in these dtypes, with the names that are `published` or the model's."""
+    metas = {name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta") for name, tensor in tensors.items()}
+    return conversions_of(model, metas) if published else as_they_are(metas)
 
 
 def weights_of(
@@ -53,10 +73,11 @@ def weights_of(
     dtypes = dtypes_in_files(dtype, own, _shapes_of(tensors))
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors.items():
+        for conversion in _conversions_of(model, tensors, dtypes, published=True):
             with torch.no_grad():
-                whole = _whole(name, tensor, dtypes[name], group)
-            yield name, whole
+                made = conversion.values(lambda source: _whole(source, tensors[source], dtypes[source], group))
+            while made:
+                yield (name := next(iter(made))), made.pop(name)
 
     return values()
 

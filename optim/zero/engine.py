@@ -672,6 +672,7 @@ class OffloadEngine:
         max_shard_bytes: int | str = "1GiB",
         *,
         frozen: bool = True,
+        published: bool = True,
     ) -> list[Path]:
         """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
 
@@ -682,6 +683,8 @@ class OffloadEngine:
                 in a ``bf16`` or ``fp16`` training are fp32 in 16-bit files, too. Under autocast all are fp32.
             max_shard_bytes: of one file, as bytes or ``"1GiB"``; a larger tensor has a file of its own.
             frozen: whether parameters that require no gradient are written.
+            published: whether a model of transformers that holds weights fused, as experts, or under other names than
+                are published, is written as `save_pretrained` does. False: as it is, which `initialize` loads.
 
         Returns:
             The files.
@@ -699,7 +702,7 @@ class OffloadEngine:
             )
         folder, most = _folder(dir, "export_safetensors"), parse_bytes(max_shard_bytes)
         own, writes = self.precision_plan.own, CheckpointSite.of(self._training).is_keeper
-        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes, frozen)
+        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes, frozen, published)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.

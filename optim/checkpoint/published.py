@@ -1,0 +1,120 @@
+"""Names and shapes that Hugging Face publishes, where transformers holds weights fused, or under other names."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nvme_offload.offload._torch_private import tree_flatten
+from nvme_offload.offload.warn import warn_user
+
+Revert = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""It makes published tensors of a model's own."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of the files are made of these of the model, all at once."""
+
+    sources: Sequence[str]
+    """Names in the model."""
+    made: Mapping[str, torch.Tensor]
+    """The tensors by their names in the files, on meta."""
+    revert: Revert | None
+    """None: the one source under another name, or its own."""
+
+    def values(self, whole: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Make the tensors; `whole` gives each source. ValueError: they are not those that were planned."""
+        wholes = {name: whole(name) for name in self.sources}
+        if self.revert is None:
+            return dict(zip(self.made, wholes.values(), strict=True))
+        made = self.revert(wholes)
+        if {name: (each.shape, each.dtype) for name, each in made.items()} != kinds_of(self.made):
+            raise ValueError(
+                f"transformers makes other tensors of {', '.join(self.sources)} alone than of all together"
+            )
+        return dict(made)
+
+
+def kinds_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each tensor."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def conversions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+    """Return how to make the files of a model's tensors, on meta: of all, in their order, each once.
+
+    A model of transformers goes through its own reverse conversion, which is told of few tensors at a time.
+    """
+    if (revert := _revert_of(model)) is not None:
+        try:
+            return _planned(revert, tensors)
+        except Exception as error:
+            kind = type(model).__name__
+            what = f"transformers cannot turn the weights of this {kind} into the published ones ({error})"
+            warn_user(f"{what}: they have the model's own names and shapes, which other programs may not know")
+    return as_they_are(tensors)
+
+
+def as_they_are(tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+    """Return how to make files of tensors under their own names."""
+    return [Conversion([name], {name: tensor}, None) for name, tensor in tensors.items()]
+
+
+def _revert_of(model: nn.Module) -> Revert | None:
+    """Return transformers' reverse conversion for a model, if it is one of its; nothing is imported for that."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if not hasattr(library, "revert_weight_conversion") or not isinstance(model, library.PreTrainedModel):
+        return None
+    plain: Any = object.__new__(next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)))
+    vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
+    return partial(library.revert_weight_conversion, plain)
+
+
+def _planned(revert: Revert, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+    made: Any = revert({name: _Traced.of(name, tensor) for name, tensor in tensors.items()})
+    sets: dict[str, set[str]] = {name: {name} for name in tensors}
+    for each in made.values():
+        joined = set().union(*(sets[name] for name in each.sources))
+        sets.update(dict.fromkeys(joined, joined))
+    found = []
+    for name in tensors:
+        sources = [each for each in tensors if each in sets[name]] if len(sets[name]) > 1 else [name]
+        if sources[0] == name:
+            targets: Any = {new: each for new, each in made.items() if sets[next(iter(each.sources))] is sets[name]}
+            if not targets:
+                raise ValueError(f"nothing is made of {name}")
+            is_same = len(targets) == 1 and next(iter(targets.values())).is_untouched
+            found.append(Conversion(sources, targets, None if is_same else revert))
+    return found
+
+
+class _Traced(torch.Tensor):
+    """A tensor on meta that knows of which it was made."""
+
+    sources: frozenset[str] = frozenset()
+    is_untouched = False
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "_Traced":
+        """Return a tensor of the model."""
+        made = tensor.as_subclass(cls)
+        made._come_from(frozenset([name]), is_untouched=True)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # of torch
+        given = [each.sources for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)]
+        for each in tree_flatten(made)[0]:
+            if isinstance(each, cls) and not each.is_untouched:
+                each._come_from(each.sources.union(*given))
+        return made
+
+    def _come_from(self, sources: frozenset[str], *, is_untouched: bool = False) -> None:
+        self.sources, self.is_untouched = sources, is_untouched
