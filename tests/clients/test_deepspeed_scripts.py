@@ -164,6 +164,26 @@ def test_pretraining_with_accumulation_groups_and_a_schedule_of_ones_own(alone, 
     assert rates == expected_rates
 
 
+class WithScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def change(self):
+        self.scale.data = self.scale.data + 1
+        return self
+
+
+def test_a_value_that_is_changed_through_data_is_not_taken_for_the_first(alone, tmp_path):
+    with deepspeed.zero.Init():
+        kept, changed = WithScale(), WithScale().change()
+        engine, _, _, _ = deepspeed.initialize(model=kept, config=section(tmp_path, adamw={"lr": 1e-3}))
+    assert torch.equal(engine.module.scale.full_tensor(), torch.ones(4))
+    with pytest.raises(ValueError, match=r"zero\.Init: scale was initialised by code of the model"):
+        deepspeed.initialize(model=changed, config=section(tmp_path, adamw={"lr": 1e-3}))
+    engine.destroy()
+
+
 class GPT(nn.Module):
     def __init__(self, *, also=None):
         super().__init__()
@@ -207,9 +227,23 @@ def test_a_gpt_that_is_made_within_zero_init(alone, tmp_path):
     engine.destroy()
 
 
-def test_values_that_zero_init_would_lose_are_refused_by_name(alone, tmp_path):
+def set_data(model):
+    model.head.weight.data = model.head.weight.data + 1
+
+
+WRITES = {
+    "in_place": lambda model: nn.init.zeros_(model.head.weight),
+    "data": lambda model: nn.init.zeros_(model.head.weight.data),
+    "method_of_data": lambda model: model.head.weight.data.normal_(0, 0.02),
+    "item_of_data": lambda model: model.head.weight.data[:2].fill_(1),
+    "data_itself": set_data,
+}
+
+
+@pytest.mark.parametrize("also", WRITES.values(), ids=WRITES)
+def test_values_that_zero_init_would_lose_are_refused_by_name(alone, tmp_path, also):
     with deepspeed.zero.Init():
-        model = GPT(also=lambda model: nn.init.zeros_(model.head.weight))
+        model = GPT(also=also)
     with pytest.raises(ValueError, match=r"zero\.Init: head\.weight was initialised by code of the model"):
         deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 1e-3}))
     with deepspeed.zero.Init(enabled=False):

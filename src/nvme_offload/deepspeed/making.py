@@ -18,7 +18,7 @@ from nvme_offload.deepspeed.loaders import loader_of
 from nvme_offload.deepspeed.schedules import schedule_of
 from nvme_offload.deepspeed.section import section_of
 from nvme_offload.deepspeed.utils import get_z3_leaf_modules
-from nvme_offload.deepspeed.zero import be_all_on_meta, external_parameters, initializer_of
+from nvme_offload.deepspeed.zero import be_all_on_meta, external_parameters, initializer_of, outside_of_init
 from nvme_offload.offload.activations.blocks import outermost
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.warn import warn_user
@@ -82,19 +82,20 @@ def initialize(
     if not has_optimizer:
         warn_user("deepspeed.initialize: there is no optimizer, so the model is frozen and the engine only runs it")
         model.requires_grad_(False)
-    ours = _ours(optimizer) if optimizer is not None else None
-    moved = be_all_on_meta(model)
-    groups = _groups_of(model, groups, optimizer, moved) if groups is not None and has_optimizer else None
-    engine = initialize_engine(
-        model,
-        given.config,
-        lr_scheduler=_factory_of(lr_scheduler) if lr_scheduler is not None else schedule_of(given.scheduler),
-        blocks=_blocks_of(model),
-        init=initializer_of(model) if moved else None,
-        optimizer=ours,
-        param_groups=groups,
-        sync_module_states=True,
-    )
+    with outside_of_init():
+        ours = _ours(optimizer) if optimizer is not None else None
+        moved = be_all_on_meta(model)
+        groups = _groups_of(model, groups, optimizer, moved) if groups is not None and has_optimizer else None
+        engine = initialize_engine(
+            model,
+            given.config,
+            lr_scheduler=_factory_of(lr_scheduler) if lr_scheduler is not None else schedule_of(given.scheduler),
+            blocks=_blocks_of(model),
+            init=initializer_of(model) if moved else None,
+            optimizer=ours,
+            param_groups=groups,
+            sync_module_states=True,
+        )
     size = engine.config.batch_sizes(dist.get_world_size()).train_micro_batch_size_per_gpu
     loader = loader_of(training_data, size, collate_fn) if training_data is not None else None
     made = DeepSpeedEngine(engine, given.raw, loader, has_optimizer=has_optimizer)

@@ -144,6 +144,11 @@ class OneCycle(Schedule):
         """The steps of the cycle."""
         return sum(self.sizes)
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which rates grow."""
+        return self.sizes[0] / self.total_size
+
     def rates_at(self, index: int) -> list[float]:
         """See `Schedule`."""
         if index < self.total_size:
@@ -175,7 +180,7 @@ class OneCycle(Schedule):
         """Return how far up the cycle is: 0 at its ends, 1 at the end of its first part."""
         total, (first, second) = self.total_size, self.sizes
         x = 1.0 + iteration / total - math.floor(1 + iteration / total)
-        peak = first / total
+        peak = self.step_ratio
         is_up = x <= peak
         count = self.stairs[0 if is_up else 1]
         if count <= 0:
@@ -206,7 +211,7 @@ class WarmupLR(Schedule):
         self.min_lrs = self._of_groups(warmup_min_lr, "min_lr")
         self.max_lrs = self._of_groups(own if warmup_max_lr is None else warmup_max_lr, "max_lr")
         self.warmup_num_steps = max(2, _at_least_one(warmup_num_steps, "warmup_num_steps"))
-        self.warmup_type = warmup_type
+        self.warmup_type = _shape(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def rates_at(self, index: int) -> list[float]:
@@ -256,7 +261,7 @@ class WarmupCosineLR(Schedule):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps = max(2, _at_least_one(warmup_num_steps, "warmup_num_steps"))
-        self.warmup_type = warmup_type
+        self.warmup_type = _shape(warmup_type)
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
@@ -321,8 +326,16 @@ def schedule_of(section: Any) -> Callable[[Optimizer], Any] | None:
 
 
 def _warmed(index: int, num_steps: int, kind: str) -> float:
-    """Return the part of the way to the full rate. All that is not linear is logarithmic, as DeepSpeed has it."""
+    """Return the part of the way to the full rate."""
     return index / num_steps if kind == "linear" else (1.0 / math.log(num_steps)) * math.log(index + 1)
+
+
+def _shape(kind: str) -> str:
+    """Return a shape of a warm-up; what is none is logarithmic, as DeepSpeed has it."""
+    if kind not in ("log", "linear"):
+        warn_user(f'scheduler: warmup_type = "{kind}": there are "log" and "linear"; DeepSpeed takes "log", too')
+        return "log"
+    return kind
 
 
 def _at_least_one(value: float, name: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.deepspeed.loaders import RepeatingLoader
 from nvme_offload.deepspeed.refusal import refused_names
@@ -50,15 +51,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("nvme_offload.deepspeed")
 
 safe_get_full_fp32_param = get_full_param
-safe_set_full_fp32_param = set_full_param
 safe_get_full_grad = get_full_grad
-safe_set_full_grad = set_full_grad
 safe_get_full_optimizer_state = get_full_optimizer_state
 
 
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set the whole value of a parameter; see `set_full_param`. What is sharded is gathered first."""
+    set_full_param(param, _whole(value))
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set the whole gradient of a parameter; see `set_full_grad`. What is sharded is gathered first."""
+    set_full_grad(param, _whole(value))
+
+
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set the whole of a state of a parameter; see `set_full_optimizer_state`."""
-    set_full_optimizer_state(param, optim_state_key, value)
+    """Set the whole of a state of a parameter; see `set_full_optimizer_state`. What is sharded is gathered first."""
+    set_full_optimizer_state(param, optim_state_key, _whole(value))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:

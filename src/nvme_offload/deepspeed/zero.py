@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvme_offload.deepspeed.accelerator import Accelerator
+from nvme_offload.deepspeed.launch import init_distributed
 from nvme_offload.deepspeed.refusal import refused_names
 from nvme_offload.offload._torch_private import own_initializer, version_of
 from nvme_offload.optim.access.full_values import set_full_param
@@ -25,6 +26,11 @@ from nvme_offload.optim.ranks.collective import device_of
 
 _VALUES = WeakTensorKeyDictionary()
 """Parameters that `Init` put on meta -> the value that the constructor had computed for each."""
+
+_DATA_WRITES = WeakTensorKeyDictionary()
+"""Parameters on meta -> how often they were written to through ``.data``."""
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property
 
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 """Modules -> parameters of others that their forward uses."""
@@ -34,7 +40,8 @@ class Init(AbstractContextManager[None]):
     """Build a model whose parameters are on the meta device; `initialize` gives them their values block by block.
 
     Buffers, and all else that a constructor computes, are computed. A parameter that is made of values, as of
-    ``torch.ones``, gets these values; one of ``torch.empty`` gets those of its module's initialiser.
+    ``torch.ones``, gets these values; one of ``torch.empty`` gets those of its module's initialiser. There is a process
+    group afterwards.
 
     Args:
         enabled: False does nothing.
@@ -42,27 +49,78 @@ class Init(AbstractContextManager[None]):
     """
 
     def __init__(self, *unused: Any, enabled: bool = True, **also_unused: Any) -> None:
-        self._mode: AbstractContextManager[Any] = _NotingEmpty() if enabled else nullcontext()
+        self._mode: _Building | None = _Building() if enabled else None
         self._register: Callable[..., None] | None = None
+        if enabled:
+            init_distributed()
 
     def __enter__(self) -> None:
-        self._mode.__enter__()
-        if isinstance(self._mode, _NotingEmpty):
-            self._register, moved = nn.Module.register_parameter, self._mode.moved
+        if self._mode is None:
+            return
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # of torch, as below
+        self._register, moved = nn.Module.register_parameter, self._mode.moved
 
-            def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-                register(self, name, param if param is None else moved(param))
+        def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(self, name, param if param is None else moved(param))
 
-            register = self._register
-            nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        register = self._register
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
 
     def __exit__(self, *exception: Any) -> None:
-        if self._register is not None:
+        if self._mode is not None and self._register is not None:
             nn.Module.register_parameter = self._register  # type: ignore[method-assign]
-        self._mode.__exit__(*exception)
+            self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
 
 
-class _NotingEmpty(TorchFunctionMode):
+_REGISTER = nn.Module.register_parameter
+
+
+@contextmanager
+def outside_of_init() -> Iterator[None]:
+    """Within, parameters are registered as they are, also inside an `Init`."""
+    inside = nn.Module.register_parameter
+    nn.Module.register_parameter = _REGISTER  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = inside  # type: ignore[method-assign]
+
+
+class _Writes(TorchFunctionMode):
+    """Counts writes to parameters on meta that go through ``.data``, which no version tells."""
+
+    def __init__(self, params: Iterable[nn.Parameter] = ()) -> None:
+        super().__init__()
+        self._params: dict[StorageWeakRef, weakref.ref[nn.Parameter]] = {}
+        for param in params:
+            self.watch(param)
+
+    def watch(self, param: nn.Parameter) -> None:
+        """Count the writes to a parameter, too."""
+        self._params[_storage_of(param)] = weakref.ref(param)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        param = self._written(func, args)
+        before = version_of(param) if param is not None else 0
+        made = func(*args, **(kwargs or {}))
+        if param is not None and version_of(param) == before:
+            _DATA_WRITES[param] = _data_writes_to(param) + 1
+            self.watch(param)
+        return made
+
+    def _written(self, func: Any, args: tuple[Any, ...]) -> nn.Parameter | None:
+        """Return the parameter on meta that a function writes to, if it does."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+        if not (writes and args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
+            return None
+        found = self._params.get(_storage_of(args[0]))
+        return found() if found is not None else None
+
+
+class _Building(_Writes):
     """Knows which memory ``torch.empty`` and its kind gave, and makes parameters on meta of others."""
 
     _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
@@ -75,7 +133,7 @@ class _NotingEmpty(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = super().__torch_function__(func, types, args, kwargs)
         if func in self._EMPTY and not made.is_meta:
             self._empty.add(_storage_of(made))
         return made
@@ -87,6 +145,7 @@ class _NotingEmpty(TorchFunctionMode):
         if param not in self._moved:
             is_empty = _storage_of(param) in self._empty and version_of(param) == 0
             self._moved[param] = on_meta(param, None if is_empty else param.detach())
+            self.watch(self._moved[param])
         made: nn.Parameter = self._moved[param]
         return made
 
@@ -130,7 +189,7 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
     Raises:
         ValueError: a parameter was initialised by other code, which had nothing to work on.
     """
-    written = {param: version_of(param) for param in model.parameters()}
+    written = {param: _writes_to(param) for param in model.parameters()}
     kept = {param: _VALUES[param] for param in written if not written[param] and param in _VALUES}
     is_hugging_face = any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)  # whose own is called
     asked = () if is_hugging_face else model.modules()
@@ -152,18 +211,26 @@ def initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
 
     if is_hugging_face:
         return init if kept else None
-    with torch.no_grad():
+    with torch.no_grad(), _Writes(written):
         for module in model.modules():
             (own_initializer(module) or (lambda: None))()
             init(module)
     for name, param in model.named_parameters():
-        if written[param] > version_of(param) - written[param]:
+        if written[param] > _writes_to(param) - written[param]:
             raise ValueError(
                 f"zero.Init: {name} was initialised by code of the model that is neither reset_parameters nor "
                 "_init_weights, and within zero.Init that wrote to nothing: put it into a method _init_weights(module) "
                 "of the model, or build the model without zero.Init"
             )
     return init if owners or kept else None
+
+
+def _writes_to(param: nn.Parameter) -> int:
+    return version_of(param) + _data_writes_to(param)
+
+
+def _data_writes_to(param: nn.Parameter) -> int:
+    return int(_DATA_WRITES[param]) if param in _DATA_WRITES else 0
 
 
 def _of_first_rank(value: torch.Tensor) -> torch.Tensor:
