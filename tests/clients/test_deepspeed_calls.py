@@ -9,18 +9,7 @@ from torch import nn
 
 import nvme_offload.deepspeed as deepspeed
 from nvme_offload import ConfigError
-from nvme_offload.deepspeed.utils import (
-    get_fp32_state_dict_from_zero_checkpoint,
-    get_z3_leaf_modules,
-    load_state_dict_from_zero_checkpoint,
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    set_z3_leaf_modules,
-)
+from nvme_offload.deepspeed import utils
 from tests.support.build import section
 from tests.support.ranks import run_ranks
 
@@ -49,45 +38,36 @@ def trained(engine, steps):
     return engine
 
 
-def values(engine):
-    """Weights, first moments, step counts and the buffer."""
-    params = dict(engine.named_parameters())
-    weights = {name: safe_get_full_fp32_param(param) for name, param in params.items()}
-    of_state = [param for param in params.values() if param.requires_grad]
-    moments = [safe_get_full_optimizer_state(param, "exp_avg") for param in of_state]
-    steps = [int(safe_get_full_optimizer_state(param, "step")) for param in of_state]
-    return weights, moments, steps, engine.module[1].seen.clone()
+def weights_of(engine):
+    return {name: utils.safe_get_full_fp32_param(param) for name, param in engine.named_parameters()}
 
 
-def same(first, second):
-    return torch.equal(torch.cat([each.flatten() for each in first]), torch.cat([each.flatten() for each in second]))
+def state_of(engine):
+    """First moments and step counts of what is trained."""
+    params = [param for param in engine.parameters() if param.requires_grad]
+    states = [utils.safe_get_full_optimizer_state(param, name) for param in params for name in ("exp_avg", "step")]
+    return torch.cat([state.flatten() for state in states])
 
 
 def parts_of_checkpoints(rank, world_size, folder, stage, options):
     """What a run of one step takes of a checkpoint of three, by the arguments of the call."""
     saved = trained(made(folder, stage, **options), 3)
     saved.save_checkpoint(f"{folder}/saved", client_state={"epoch": 2})
-    weights, moments, steps, seen = values(saved)
+    weights, state = weights_of(saved), state_of(saved)
     saved.destroy()
     only = {"load_optimizer_states": False}
     for wanted in ({}, only, {**only, "load_lr_scheduler_states": False}, {"load_module_only": True}):
         engine = trained(made(folder, stage, **options), 1)
-        _, own_moments, own_steps, _ = values(engine)
+        own, is_alone = state_of(engine), "load_module_only" in wanted
         path, client = engine.load_checkpoint(f"{folder}/saved", **wanted)
-        found = values(engine)
         assert path.endswith("global_step3")
-        assert same(found[0].values(), weights.values())
-        assert torch.equal(found[3], seen)
-        has_moments = not wanted
-        assert same(found[1], moments if has_moments else own_moments)
-        assert found[2] == (steps if has_moments else own_steps)
-        is_alone = "load_module_only" in wanted
-        assert client == ({} if is_alone else {"epoch": 2})
-        assert engine.global_steps == (1 if is_alone else 3)
+        assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+        assert engine.module[1].seen.tolist() == [3, 3]
+        assert torch.equal(state_of(engine), own if wanted else state)
+        assert (client, engine.global_steps) == (({}, 1) if is_alone else ({"epoch": 2}, 3))
         has_schedule = not is_alone and "load_lr_scheduler_states" not in wanted
         assert engine.lr_scheduler.last_batch_iteration == (2 if has_schedule else 0)
-        trained(engine, 1)  # it goes on
-        engine.destroy()
+        trained(engine, 1).destroy()  # it goes on
     return True
 
 
@@ -106,12 +86,12 @@ def test_two_ranks_take_parts_of_a_checkpoint(tmp_path, stage):
 def test_frozen_parameters_are_left_out_and_a_load_that_is_not_strict_keeps_the_own(alone, tmp_path):
     engine = trained(made(tmp_path), 2)
     engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
-    whole = values(engine)[0]
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    whole = weights_of(engine)
+    found = utils.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert found.keys() == {"1.weight", "1.bias", "2.weight", "2.bias", "1.seen"}
     assert all(torch.equal(found[name], whole[name]) for name in found if name != "1.seen")
     plain = nn.Sequential(*(nn.Linear(4, size) for size in (4, 4, 3)))
-    assert torch.equal(load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved")[2].bias, whole["2.bias"])
+    assert torch.equal(utils.load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved")[2].bias, whole["2.bias"])
     for name in ("pytorch_model.bin", "model.safetensors"):
         assert engine.save_16bit_model(tmp_path / "weights", name, exclude_frozen_parameters=True)
     weights = torch.load(tmp_path / "weights" / "pytorch_model.bin")
@@ -120,15 +100,15 @@ def test_frozen_parameters_are_left_out_and_a_load_that_is_not_strict_keeps_the_
     assert engine.module_state_dict().keys() == {"0.weight", "0.bias", *found}
     engine.destroy()
     engine = made(tmp_path)
-    safe_set_full_fp32_param(engine.module[0].weight, torch.full((4, 4), 7.0))
+    utils.safe_set_full_fp32_param(engine.module[0].weight, torch.full((4, 4), 7.0))
     with pytest.raises(ValueError, match=r"not in the checkpoint: model\.0\.bias, model\.0\.weight"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-    weights = values(engine)[0]
+    weights = weights_of(engine)
     assert weights.pop("0.weight").unique().tolist() == [7.0]
     assert all(torch.equal(weights[name], whole[name]) for name in weights)
     engine.load_module_state_dict({name: torch.full_like(value, 2.0) for name, value in weights.items()}, strict=False)
-    assert {float(value) for value in values(engine)[0]["1.weight"].flatten()} == {2.0}
+    assert {float(value) for value in weights_of(engine)["1.weight"].flatten()} == {2.0}
     with pytest.raises(KeyError, match=r"not in both.*0\.weight"):
         engine.load_module_state_dict(weights)
     engine.destroy()
@@ -139,13 +119,15 @@ def test_values_of_parameters_are_read_and_set_by_deepspeeds_names(alone, tmp_pa
     engine = trained(made(tmp_path, stage), 1)
     param = engine.module[2].weight
     engine.backward(engine(torch.ones(2, 4)).float().square().sum())
-    assert safe_get_full_grad(param).abs().sum() > 0
-    safe_set_full_grad(param, torch.zeros(3, 4))
-    safe_set_full_optimizer_state(param, torch.zeros(3, 4), "exp_avg")
-    before = safe_get_full_fp32_param(param)
+    assert utils.safe_get_full_grad(param).abs().sum() > 0
+    utils.safe_set_full_grad(param, torch.zeros(3, 4))
+    utils.safe_set_full_optimizer_state(param, torch.zeros(3, 4), "exp_avg")
+    before = utils.safe_get_full_fp32_param(param)
     engine.step()
     assert engine.was_step_applied()
-    assert torch.equal(safe_get_full_fp32_param(param), before * (1 - 0.01 * float(engine.lr_scheduler.min_lrs[0])))
+    assert torch.equal(
+        utils.safe_get_full_fp32_param(param), before * (1 - 0.01 * float(engine.lr_scheduler.min_lrs[0]))
+    )
     assert (engine.skipped_steps, engine.micro_steps, engine.optimizer.overflow) == (0, 2, False)
     assert engine.get_mom() == [(0.9, 0.999)]
     engine.destroy()
@@ -178,7 +160,7 @@ def computed(rank, world_size, folder):
     assert model.shift is model.also
     expected, rates = model.frequencies.clone(), model.rates
     engine = deepspeed.initialize(model=model, config=section(folder, adamw={"lr": 0.1}))[0]
-    found = values_of(engine)
+    found = weights_of(engine)
     assert torch.equal(engine.module.frequencies, expected)
     assert rates == pytest.approx([0, 0.05, 0.1])
     assert found["scale"].unique().tolist() == pytest.approx([0.1])
@@ -187,10 +169,6 @@ def computed(rank, world_size, folder):
     trained_loss = engine(torch.ones(2, 8)).sum() + engine.module.drawn.sum() * 0
     engine.destroy()
     return found, trained_loss.detach()
-
-
-def values_of(engine):
-    return {name: safe_get_full_fp32_param(param) for name, param in engine.named_parameters()}
 
 
 def test_zero_init_keeps_what_a_constructor_computes(alone, tmp_path):
@@ -223,9 +201,9 @@ def test_a_registered_parameter_of_another_module_is_whole_in_a_forward(alone, t
     torch.manual_seed(0)
     model, batch = Borrowing(), torch.ones(2, 8)
     expected = model(batch).detach()
-    assert set_z3_leaf_modules(model, [nn.ModuleList]) == get_z3_leaf_modules(model) == [model.blocks]
+    assert utils.set_z3_leaf_modules(model, [nn.ModuleList]) == utils.get_z3_leaf_modules(model) == [model.blocks]
     with pytest.raises(ValueError, match="No modules of type"):
-        set_z3_leaf_modules(model, [nn.Conv1d])
+        utils.set_z3_leaf_modules(model, [nn.Conv1d])
     engine = deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 0.1}))[0]
     found = engine(batch)
     assert torch.equal(found, expected)

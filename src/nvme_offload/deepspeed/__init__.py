@@ -52,6 +52,11 @@ def _set_by_path(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(owner), name, module)
 
 
+def _groups_without_moe(param_groups: Any, **unused: Any) -> list[dict[str, Any]]:
+    """Return parameter groups as they are: there are no parameters of DeepSpeed's MoE layers here."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
 def _submodule(name: str, contents: Mapping[str, Any], rest: ModuleType | None = None) -> ModuleType:
     """Make a module that scripts import by its name; what it has not is of `rest`, or refused."""
     made = ModuleType(f"{__name__}.{name}", f"As ``deepspeed.{name}``.")
@@ -68,8 +73,7 @@ def _submodule(name: str, contents: Mapping[str, Any], rest: ModuleType | None =
 comm = _submodule("comm", {"init_distributed": init_distributed}, rest=dist)
 _adam = _submodule("ops.adam", {"FusedAdam": fused_adam, "DeepSpeedCPUAdam": fused_adam})
 ops = _submodule("ops", {"adam": _adam})
-_moe_groups = "split_params_into_different_moe_groups_for_optimizer"
-_moe_utils = _submodule("moe.utils", {_moe_groups: not_done(f"moe.utils.{_moe_groups}")})
+_moe_utils = _submodule("moe.utils", {"split_params_into_different_moe_groups_for_optimizer": _groups_without_moe})
 moe = _submodule("moe", {"utils": _moe_utils, "layer": _submodule("moe.layer", {"MoE": not_done("moe.layer.MoE")})})
 _helper = _submodule("compression.helper", {"recursive_getattr": _get_by_path, "recursive_setattr": _set_by_path})
 compression = _submodule("compression", {"helper": _helper})
