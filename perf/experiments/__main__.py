@@ -18,8 +18,8 @@ _ABOUT = {
         "--case forward --case backward",
     ),
     "plan-check": (
-        "Compare what `offload plan` predicts with measured iterations and with resident memory.",
-        "--path /mnt/nvme0 --memory-only",
+        "Compare what `offload plan` predicts with the resident memory of runs in every precision.",
+        "--path /mnt/nvme0",
     ),
 }
 EXPERIMENTS = {

@@ -1,10 +1,10 @@
-"""Iterations and resident memory of whole runs beside the plan's."""
+"""Resident memory of whole runs beside the plan's."""
 
 import pytest
 
 from nvme_offload.offload.units import MiB
 from nvme_offload.perf.experiments import plan_check
-from nvme_offload.perf.experiments.plan_check import CASES, Configuration, growth_row, memory_case
+from nvme_offload.perf.experiments.plan_check import CASES, MemoryCase, growth_row
 from tests.perf.experiments.running import said
 
 
@@ -19,18 +19,8 @@ def test_a_run_takes_the_memory_of_its_plan(case, tmp_path):
 @pytest.mark.parametrize(("excess", "status"), [(0, 0), (1, 1)])
 def test_the_check_fails_beyond_a_tenth_and_64_mib(excess, status, tmp_path, monkeypatch):
     allowed = 1100 * MiB + 64 * MiB
-    monkeypatch.setattr(plan_check, "CASES", (memory_case("bf16", 6),))
+    monkeypatch.setattr(plan_check, "CASES", (MemoryCase(6, "bf16"),))
     monkeypatch.setattr(plan_check, "memory_of", lambda _, case: growth_row(case, 1000 * MiB, allowed + excess))
-    output = said("plan-check", "--path", tmp_path, "--memory-only", "--save", tmp_path, status=status)
+    output = said("plan-check", "--path", tmp_path, "--save", tmp_path, status=status)
     assert f"64 MiB: {'bf16, state, 50 M' if excess else 'none'}" in output
     assert len(list(tmp_path.glob("*-plan-memory.*"))) == 2
-
-
-def test_an_iteration_beside_its_plan(alone, tmp_path, monkeypatch):
-    for name in ("REGION_BYTES", "PASS_BYTES"):
-        monkeypatch.setattr(plan_check, name, 64 * MiB)
-    one = plan_check.iterations_of(tmp_path, Configuration("state", 4, 64)).to_dict()
-    assert one["bytes_ratio"] == pytest.approx(1, abs=0.05)
-    assert one["time_ratio"] > 0
-    assert len(one["measured_seconds"]) == plan_check.ROUNDS
-    assert not list(tmp_path.iterdir())
