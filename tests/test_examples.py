@@ -62,15 +62,11 @@ def assert_trained(output):
     assert [int(written) > 0 for _, written in STATE.findall(output)] == [True], output
 
 
-@pytest.mark.parametrize(
-    ("script", "how"),
-    [
-        ("train_with_torchrun.py", launched),
-        pytest.param("train_with_fsdp2.py", launched, marks=pytest.mark.slow),
-        pytest.param("train_with_trainer.py", launched, marks=pytest.mark.slow),
-        *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in SIZES),
-    ],
-)
+@pytest.mark.parametrize(("script", "how"), [
+    ("train_with_torchrun.py", launched), pytest.param("train_with_fsdp2.py", launched, marks=pytest.mark.slow),
+    pytest.param("train_with_trainer.py", launched, marks=pytest.mark.slow),
+    *(pytest.param(script, by_torchrun, marks=pytest.mark.slow) for script in SIZES),
+])  # fmt: skip
 def test_an_example_trains_on_two_ranks(script, how, drive, tmp_path):
     arguments = ("--nvme-path", drive, "--steps", STEPS, *SIZES[script])
     assert_trained(how(script, *arguments, folder=tmp_path))

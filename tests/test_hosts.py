@@ -176,14 +176,10 @@ def go_on(engine, rank, call):
 
 @on_hosts
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "call",
-    [
-        "step",
-        "snapshot behind a step",
-        *(pytest.param(call, marks=pytest.mark.slow) for call in ("snapshot", "snapshot after a step")),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    "step", "snapshot behind a step",
+    *(pytest.param(call, marks=pytest.mark.slow) for call in ("snapshot", "snapshot after a step")),
+])  # fmt: skip
 def test_an_error_in_a_step_or_a_snapshot_ends_the_other_host_too_which_says_whose_it_is(
     tmp_path, places, call, failing
 ):

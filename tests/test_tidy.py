@@ -18,54 +18,18 @@ LAYERS = ("aio_native", "offload", "optim", "perf")
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
+ROOMS_BOTTOM_UP = {
+    "aio_native": "_native descriptor faults interrupt uring_refusal / finalizing / engine starting / bell "
+    "operation segments / requests / injection / owner_thread / python_engine / aiofiles_engine null pyuring uring "
+    "/ registry",
+    "offload": "foreign / _torch_private devices units user_path warn / _fsdp_passes errors progress / host sync / "
+    "config / storage / durable staging / shards swapper / activations weights",
+    "optim": "_kernels telemetry / ranks rules / layout / kernels precision / fused / tiers / updates / state / "
+    "access / birth durable / step / optimizer / checkpoint optimizers / zero / adapters",
+    "perf": "measure / bench doctor plan runs / cli init top verify / experiments / benchmarks",
+}
 FOLDERS_BOTTOM_UP = {
-    "aio_native": (
-        {"_native", "descriptor", "faults", "interrupt", "uring_refusal"},
-        {"finalizing"},
-        {"engine", "starting"},
-        {"bell", "operation", "segments"},
-        {"requests"},
-        {"injection"},
-        {"owner_thread"},
-        {"python_engine"},
-        {"aiofiles_engine", "null", "pyuring", "uring"},
-        {"registry"},
-    ),
-    "offload": (
-        {"foreign"},
-        {"_torch_private", "devices", "units", "user_path", "warn"},
-        {"_fsdp_passes", "errors", "progress"},
-        {"host", "sync"},
-        {"config"},
-        {"storage"},
-        {"durable", "staging"},
-        {"shards", "swapper"},
-        {"activations", "weights"},
-    ),
-    "optim": (
-        {"_kernels", "telemetry"},
-        {"ranks", "rules"},
-        {"layout"},
-        {"kernels", "precision"},
-        {"fused"},
-        {"tiers"},
-        {"updates"},
-        {"state"},
-        {"access"},
-        {"birth", "durable"},
-        {"step"},
-        {"optimizer"},
-        {"checkpoint", "optimizers"},
-        {"zero"},
-        {"adapters"},
-    ),
-    "perf": (
-        {"measure"},
-        {"bench", "doctor", "plan", "runs"},
-        {"cli", "init", "top", "verify"},
-        {"experiments"},
-        {"benchmarks"},
-    ),
+    package: tuple({*level.split()} for level in levels.split("/")) for package, levels in ROOMS_BOTTOM_UP.items()
 }
 """The rooms (folders and modules) of a package from the ground up. A room imports from lower levels only."""
 TOUCHES_PRIVATE = ("_torch_private.py", "_fsdp_passes.py")

@@ -15,15 +15,10 @@ class TestPyuringEngine(EngineConformance):
     moves_data = True
 
 
-@pytest.mark.parametrize(
-    ("code", "sysctl", "words"),
-    [
-        (errno.EPERM, "0", "seccomp=unconfined"),
-        (errno.EPERM, "2", "sysctl kernel.io_uring_disabled=0"),
-        (errno.ENOSYS, "0", "Linux 5.6 or newer"),
-        (errno.ENOMEM, "0", "ulimit -l"),
-    ],
-)
+@pytest.mark.parametrize(("code", "sysctl", "words"), [
+    (errno.EPERM, "0", "seccomp=unconfined"), (errno.EPERM, "2", "sysctl kernel.io_uring_disabled=0"),
+    (errno.ENOSYS, "0", "Linux 5.6 or newer"), (errno.ENOMEM, "0", "ulimit -l"),
+])  # fmt: skip
 def test_a_refusal_says_what_to_do(monkeypatch, tmp_path, code, sysctl, words):
     (tmp_path / "sysctl").write_text(sysctl)
     monkeypatch.setattr(uring_refusal, "SYSCTL", tmp_path / "sysctl")

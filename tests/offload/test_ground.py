@@ -21,30 +21,13 @@ from tests.support.sharded_model import Model
 from tests.support.small_engine import BF16, backward, section
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        (0, 0),
-        (4096, 4096),
-        (1e9, 10**9),
-        ("0", 0),
-        ("1048576", MiB),
-        ("17B", 17),
-        ("4KiB", 4 * KiB),
-        ("4 KiB", 4 * KiB),
-        (" 512MiB ", 512 * MiB),
-        ("8GiB", 8 * GiB),
-        ("2TiB", 2 * TiB),
-        ("1.5GiB", 3 * GiB // 2),
-        ("1kB", 1000),
-        ("1KB", 1000),
-        ("3MB", 3_000_000),
-        ("1.5GB", 1_500_000_000),
-        ("1.1GB", 1_100_000_000),  # exactly, which 1.1 * 1e9 in floating point is not
-        ("1TB", 10**12),
-        ("0.3KiB", 307),  # a part of a byte is dropped
-    ],
-)
+@pytest.mark.parametrize(("text", "size_bytes"), [
+    (0, 0), (4096, 4096), (1e9, 10**9), ("0", 0), ("1048576", MiB), ("17B", 17), ("4KiB", 4 * KiB), ("4 KiB", 4 * KiB),
+    (" 512MiB ", 512 * MiB), ("8GiB", 8 * GiB), ("2TiB", 2 * TiB), ("1.5GiB", 3 * GiB // 2), ("1kB", 1000),
+    ("1KB", 1000), ("3MB", 3_000_000), ("1.5GB", 1_500_000_000),
+    ("1.1GB", 1_100_000_000),  # exactly, which 1.1 * 1e9 in floating point is not
+    ("1TB", 10**12), ("0.3KiB", 307),  # a part of a byte is dropped
+])  # fmt: skip
 def test_parse_bytes_accepts(text, size_bytes):
     parsed = parse_bytes(text)
     assert parsed == size_bytes
@@ -63,20 +46,10 @@ def test_parse_bytes_refuses_and_names_value_and_forms(text):
     assert '"8GiB", "1.5GB"' in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (KiB, "1 KiB"),
-        (512 * MiB, "512 MiB"),
-        (3 * GiB // 2, "1.5 GiB"),
-        (100 * GiB, "100 GiB"),
-        (2 * TiB, "2048 GiB"),
-        (GB, "953.67 MiB"),
-        (-2 * GiB, "-2 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("size_bytes", "text"), [
+    (0, "0 B"), (1023, "1023 B"), (KiB, "1 KiB"), (512 * MiB, "512 MiB"), (3 * GiB // 2, "1.5 GiB"),
+    (100 * GiB, "100 GiB"), (2 * TiB, "2048 GiB"), (GB, "953.67 MiB"), (-2 * GiB, "-2 GiB"),
+])  # fmt: skip
 def test_format_bytes(size_bytes, text):
     assert format_bytes(size_bytes) == text
 

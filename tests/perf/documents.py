@@ -7,13 +7,8 @@ SCALARS = dict.fromkeys(
 )
 HOST = {"format": 1, "host": "elsewhere", "pid": 1, "rank": 3, "world_size": 8, "log": None}
 RUN = {
-    "optimizer": "OffloadLion",
-    "engine": "io_uring",
-    "queue_depth": 32,
-    "paths": [],
-    "limit": "drive",
-    "since": None,
-}
+    "optimizer": "OffloadLion", "engine": "io_uring", "queue_depth": 32, "paths": [], "limit": "drive", "since": None,
+}  # fmt: skip
 TIERS = {"optimizer state": {"device": 0, "host": 1 << 30, "nvme": 3 << 30}}
 
 

@@ -35,33 +35,24 @@ def long(file):
 
 
 FILES = {
-    "FIFO": os.mkfifo,
-    "device": lambda file: file.symlink_to("/dev/zero"),
-    "socket": listen,
-    "link to itself": lambda file: file.symlink_to(file),
-    "longer than any": long,
+    "FIFO": os.mkfifo, "device": lambda file: file.symlink_to("/dev/zero"), "socket": listen,
+    "link to itself": lambda file: file.symlink_to(file), "longer than any": long,
     "bytes": lambda file: file.write_bytes(bytes(range(256)) * 16 + b"\n"),
-    "half": text('{"format": 1, "zero_optimization": {"stage": \n'),
-    "deep": text("[" * 100_000 + "\n"),
-    "deep and closed": text('{"a":' * 50_000 + "1" + "}" * 50_000 + "\n"),
-    "list": text("[1, [2], null]\n"),
+    "half": text('{"format": 1, "zero_optimization": {"stage": \n'), "deep": text("[" * 100_000 + "\n"),
+    "deep and closed": text('{"a":' * 50_000 + "1" + "}" * 50_000 + "\n"), "list": text("[1, [2], null]\n"),
     "number": text("-1e400\n"),
     "NaN": text('{"format": NaN, "results": NaN, "model_type": NaN, "gradient_clipping": NaN}\n'),
     "more digits than are read": text("9" * 5000 + "\n"),
     "escapes": text(json.dumps(dict.fromkeys(KEYS, ESCAPE)) + "\n"),
     "model with code": text(json.dumps({"model_type": "mine", "auto_map": CODE, "zero_optimization": 1}) + "\n"),
     "lone surrogate": text(json.dumps(dict.fromkeys((*KEYS, "\ud800"), "\ud800")) + "\n"),
-}
+}  # fmt: skip
 """They are none of the files that are asked for, whichever is."""
 COMMANDS = {
-    "top": ["top", "--once"],
-    "runs": ["runs"],
-    "plan's bench": ["plan", "--params", "1e9", "--layers", "8", "--bench"],
-    "plan's section": ["plan", "--params", "1e9", "--layers", "8", "--config"],
-    "plan's model": ["plan", "--model"],
-    "init's model": ["init", "--output", os.devnull + "/no", "--model"],
-    "doctor's section": ["doctor", "--config"],
-}
+    "top": ["top", "--once"], "runs": ["runs"], "plan's bench": ["plan", "--params", "1e9", "--layers", "8", "--bench"],
+    "plan's section": ["plan", "--params", "1e9", "--layers", "8", "--config"], "plan's model": ["plan", "--model"],
+    "init's model": ["init", "--output", os.devnull + "/no", "--model"], "doctor's section": ["doctor", "--config"],
+}  # fmt: skip
 SUFFIX = {"plan's section": ".json", "doctor's section": ".json", "top": ".jsonl"}
 
 

@@ -140,13 +140,9 @@ def hugging_face(names, drive):
 
 
 PAGES = {
-    "README.md": readme,
-    "docs/configuration.md": configuration,
-    "docs/durable.md": durable,
-    "docs/hazards.md": hazards,
-    "docs/hugging_face.md": hugging_face,
-    "docs/sharding.md": sharding,
-}
+    "README.md": readme, "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
+    "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding,
+}  # fmt: skip
 ELSEWHERE = {
     "docs/hosts.md": "tests/test_hosts.py",
     "docs/lightning.md": "tests/clients/test_lightning.py",

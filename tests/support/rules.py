@@ -88,32 +88,17 @@ _MOMENT_VARIANTS = ({}, {"betas": (0.0, 0.99)}, {"betas": (0.3, 0.9)}, {"weight_
 CASES = [
     RuleCase("AdamW", {"lr": 1e-3, **_MOMENTS}, torch.optim.AdamW, _MOMENT_VARIANTS),
     RuleCase("Adam", {"lr": 1e-3, **_MOMENTS}, torch.optim.Adam, _MOMENT_VARIANTS),
-    RuleCase(
-        "Lion",
-        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
-        PlainLion,
-        ({}, {"betas": (0.0, 0.5)}, {"weight_decay": 0.0}, {"maximize": True}),
-        smooth=False,
-    ),
-    RuleCase(
-        "Adagrad",
-        {"lr": 1e-2, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-10},
-        torch.optim.Adagrad,
-        ({}, {"lr_decay": 0.0}, {"weight_decay": 0.0}, {"maximize": True}, {"initial_accumulator_value": 0.0}),
-    ),
-    RuleCase(
-        "SGD",
-        {"lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1, "nesterov": False},
-        torch.optim.SGD,
-        ({}, {"dampening": 0.0, "nesterov": True}, {"weight_decay": 0.0}, {"maximize": True}),
-    ),
-    RuleCase(
-        "SGD",
-        {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False},
-        torch.optim.SGD,
-        ({}, {"weight_decay": 0.0}, {"maximize": True}),
-    ),
-]
+    RuleCase("Lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}, PlainLion,
+     ({}, {"betas": (0.0, 0.5)}, {"weight_decay": 0.0}, {"maximize": True}), smooth=False),
+    RuleCase("Adagrad",
+     {"lr": 1e-2, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-10},
+     torch.optim.Adagrad,
+     ({}, {"lr_decay": 0.0}, {"weight_decay": 0.0}, {"maximize": True}, {"initial_accumulator_value": 0.0})),
+    RuleCase("SGD", {"lr": 1e-2, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1, "nesterov": False},
+     torch.optim.SGD, ({}, {"dampening": 0.0, "nesterov": True}, {"weight_decay": 0.0}, {"maximize": True})),
+    RuleCase("SGD", {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False},
+     torch.optim.SGD, ({}, {"weight_decay": 0.0}, {"maximize": True})),
+]  # fmt: skip
 IN_BF16 = [
     replace(case.changed(state_dtype="bf16"), variants=({}, {"betas": (0.3, 0.9)}), smooth=False, tolerance=2e-3)
     for case in CASES[:2]

@@ -58,8 +58,7 @@ BAD = [
     ({"aio": {"xyzzy": 1}}, "aio.xyzzy = 1", "known keys here are engine, block_size, queue_depth"),
     ({"aio": {7: 1}}, "aio.7 = 1", "unknown key"),
     # sections that are none
-    ({"aio": []}, "aio = []", "is not a section"),
-    ([], "the whole = []", "is not a section"),
+    ({"aio": []}, "aio = []", "is not a section"), ([], "the whole = []", "is not a section"),
     # ranges and types
     ({"gradient_clipping": -1}, "gradient_clipping = -1", "a number, 0 or more (default 0.0)"),
     ({"aio": {"engine": "libaio"}}, 'aio.engine = "libaio"', "'auto', 'io_uring', 'pyuring' or 'aiofiles'"),
@@ -89,13 +88,10 @@ BAD = [
     (nvme() | {"aio": {"path_weights": [1, 2]}}, "aio.path_weights = [1, 2]", f"{OPTIMIZER}.nvme_path has 1"),
     # DeepSpeed's keys that ask for something else
     (nvme(super_offload=True), f"{OPTIMIZER}.super_offload = true", "leave it out"),
-    (
-        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
-        "zero_optimization.offload_optimizer",
-        "zero_optimization.cpu_offload",
-    ),
+    ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+     "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"),
     ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz", "write 1 or leave"),
-]
+]  # fmt: skip
 EVERY_BAD = [*BAD, *BAD_OF_ENGINE]
 
 
@@ -144,47 +140,25 @@ def test_anything_else_is_a_config_error(data):
         OffloadConfig.from_dict(data)
 
 
-# Good sections.
-
-ZERO_INFINITY = {  # the NVMe section of DeepSpeed's and Hugging Face's documentation, numbers resolved
+# The NVMe section of DeepSpeed's and Hugging Face's documentation, numbers resolved.
+ZERO_INFINITY = json.loads("""{
     "zero_optimization": {
-        "stage": 3,
+        "stage": 3, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9,
         "offload_optimizer": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 4,
-            "fast_init": False,
-            "pipeline_read": False,
-            "pipeline_write": False,
-            "ratio": 1.0,
+            "device": "nvme", "nvme_path": "/local_nvme", "pin_memory": true, "buffer_count": 4, "fast_init": false,
+            "pipeline_read": false, "pipeline_write": false, "ratio": 1.0
         },
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": 5e8,
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "round_robin_gradients": True,
+        "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": true, "round_robin_gradients": true
     },
     "aio": {
-        "block_size": 262144,
-        "queue_depth": 32,
-        "intra_op_parallelism": 4,
-        "thread_count": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
+        "block_size": 262144, "queue_depth": 32, "intra_op_parallelism": 4, "thread_count": 1, "single_submit": false,
+        "overlap_events": true, "use_gds": false
     },
-    "gradient_clipping": 1.0,
-    "steps_per_print": 2000,
-    "wall_clock_breakdown": False,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
+    "gradient_clipping": 1.0, "steps_per_print": 2000, "wall_clock_breakdown": false,
+    "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false
+}""")
 
 
 def test_deepspeed_section_is_read_with_one_warning_that_says_why():
@@ -209,19 +183,11 @@ def test_deepspeed_section_is_read_with_one_warning_that_says_why():
     assert config.gradient_clipping == 1.0
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"steps_per_print": 10},
-        {"aio": {"thread_count": 1}},
-        {"zero_optimization": {"overlap_comm": True}},
-        {"amp": {"enabled": False}},
-        {"bfloat16": {"enabled": True}},
-        {"aio": {"intra_op_parallelism": 2}},
-        {"deepspeed": {"zero_optimization": {"stage": 1}}},
-    ],
-    ids=lambda data: next(iter(data)),
-)
+@pytest.mark.parametrize("data", [
+    {"steps_per_print": 10}, {"aio": {"thread_count": 1}}, {"zero_optimization": {"overlap_comm": True}},
+    {"amp": {"enabled": False}}, {"bfloat16": {"enabled": True}}, {"aio": {"intra_op_parallelism": 2}},
+    {"deepspeed": {"zero_optimization": {"stage": 1}}},
+], ids=lambda data: next(iter(data)))  # fmt: skip
 def test_a_section_for_deepspeed_without_clipping_is_told_what_that_means(data):
     with pytest.warns(
         ConfigWarning, match=r"gradient_clipping: DeepSpeed clips at 1\.0 .*; write 1\.0, or 0\.0"
@@ -274,8 +240,6 @@ def test_models_are_frozen_hashable_and_strict():
         OffloadConfig(bf16={"enabled": True}, fp16={"enabled": True})
 
 
-# Files.
-
 TOML = """
 gradient_clipping = 0.5
 [zero_optimization]
@@ -302,25 +266,21 @@ def test_toml_and_json_say_the_same(tmp_path):
     assert OffloadConfig.from_file(str(as_json)) == config
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "pattern"),
-    [
-        ("a.json", '{"aio": {\n  "rings": 1,}}', r"a\.json: line 2, column 1[34]: .*; write valid JSON"),
-        ("a.json", '{"aio": {"rings": 1, "rings": 2}}', r"a\.json: rings stands twice"),
-        ("a.json", "[1]", r"a\.json: the whole = \[1\]: is not a section"),
-        ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
-        ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
-        ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
-        ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml", and a section is .* accelerate.* deepspeed_config_file'),
-        ("a.json", b"\xff\xfe\xfa", r"a\.json: .*utf-8"),
-        # what Python itself stumbles over
-        ("deep.json", "[" * 200_000, "deep.json: .*nested too deeply"),
-        ("deep.toml", "a = " + "[" * 100_000, "deep.toml: .*nested too deeply"),
-        ("digits.json", '{"gradient_clipping": ' + "9" * 5000 + "}", "digits.json: .*5000 digits"),
-        ("digits.toml", "gradient_clipping = " + "9" * 5000, "digits.toml: .*5000 digits"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
+@pytest.mark.parametrize(("name", "text", "pattern"), [
+    ("a.json", '{"aio": {\n  "rings": 1,}}', r"a\.json: line 2, column 1[34]: .*; write valid JSON"),
+    ("a.json", '{"aio": {"rings": 1, "rings": 2}}', r"a\.json: rings stands twice"),
+    ("a.json", "[1]", r"a\.json: the whole = \[1\]: is not a section"),
+    ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
+    ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
+    ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
+    ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml", and a section is .* accelerate.* deepspeed_config_file'),
+    ("a.json", b"\xff\xfe\xfa", r"a\.json: .*utf-8"),
+    # what Python itself stumbles over
+    ("deep.json", "[" * 200_000, "deep.json: .*nested too deeply"),
+    ("deep.toml", "a = " + "[" * 100_000, "deep.toml: .*nested too deeply"),
+    ("digits.json", '{"gradient_clipping": ' + "9" * 5000 + "}", "digits.json: .*5000 digits"),
+    ("digits.toml", "gradient_clipping = " + "9" * 5000, "digits.toml: .*5000 digits"),
+], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_bad_file_names_file_and_place(tmp_path, name, text, pattern):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -335,9 +295,6 @@ def test_missing_file_is_an_os_error(tmp_path):
         OffloadConfig.of(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no section was given; pass an OffloadConfig"):
         TensorSwapper()
-
-
-# The models themselves, and what is generated from them.
 
 
 def test_a_folder_stands_for_state_on_that_drive(tmp_path):
@@ -404,8 +361,6 @@ def test_no_key_stands_in_two_tables():
         assert set(model.SPELLINGS.values()) <= set(model.model_fields)
 
 
-# The exception tree.
-
 WHERE = {"path": "/nvme/swap", "offset": 4096, "size_bytes": 8192, "direction": "write", "extent": "layer.0"}
 ERRORS = [
     ConfigError(["aio.rings = 0: wrong"], "a.json"),
@@ -429,21 +384,12 @@ def test_errors_survive_pickling(error):
     assert copy.__dict__ == error.__dict__
 
 
-@pytest.mark.parametrize(
-    ("code", "remedy"),
-    [
-        (errno.ENOSPC, "free space"),
-        (errno.EDQUOT, "have it raised"),
-        (errno.EIO, "dmesg"),
-        (errno.EINVAL, 'aio.direct to "optional"'),
-        (errno.ENODATA, "truncated it"),
-        (errno.EROFS, "remount"),
-        (errno.EACCES, "permission"),
-        (errno.EFBIG, "ulimit -f"),
-        (errno.ENODEV, "another file system"),
-        (errno.EPERM, "as /proc and /sys"),
-    ],
-)
+@pytest.mark.parametrize(("code", "remedy"), [
+    (errno.ENOSPC, "free space"), (errno.EDQUOT, "have it raised"), (errno.EIO, "dmesg"),
+    (errno.EINVAL, 'aio.direct to "optional"'), (errno.ENODATA, "truncated it"), (errno.EROFS, "remount"),
+    (errno.EACCES, "permission"), (errno.EFBIG, "ulimit -f"), (errno.ENODEV, "another file system"),
+    (errno.EPERM, "as /proc and /sys"),
+])  # fmt: skip
 def test_io_error_names_everything(code, remedy):
     error = SwapIOError(code, **WHERE)
     assert isinstance(error, OSError)
@@ -478,17 +424,13 @@ def inside(levels):
     return value
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"gradient_clipping": 10**5000}, r"gradient_clipping = a value that cannot be shown \(int\)"),
-        ({"aio": {"xyzzy": 10**5000}}, r"xyzzy = a value that cannot be shown \(int\): unknown key"),
-        ({"aio": {"xyzzy": inside(100_000)}}, r"xyzzy = a value that cannot be shown \(list\): unknown key"),
-        ({"aio": {"path_weights": {1.0, 2.0}}}, r"aio\.path_weights = .*: a set has no order; write a list"),
-        ({"optimizer": {"params": {"betas": {0.9, 1.5}}}}, r"optimizer\.params\.betas = .*: a set has no order"),
-    ],
-    ids=["digits", "digits of an unknown key", "levels", "weights", "betas"],
-)
+@pytest.mark.parametrize(("data", "words"), [
+    ({"gradient_clipping": 10**5000}, r"gradient_clipping = a value that cannot be shown \(int\)"),
+    ({"aio": {"xyzzy": 10**5000}}, r"xyzzy = a value that cannot be shown \(int\): unknown key"),
+    ({"aio": {"xyzzy": inside(100_000)}}, r"xyzzy = a value that cannot be shown \(list\): unknown key"),
+    ({"aio": {"path_weights": {1.0, 2.0}}}, r"aio\.path_weights = .*: a set has no order; write a list"),
+    ({"optimizer": {"params": {"betas": {0.9, 1.5}}}}, r"optimizer\.params\.betas = .*: a set has no order"),
+], ids=["digits", "digits of an unknown key", "levels", "weights", "betas"])  # fmt: skip
 def test_values_that_python_itself_stumbles_over_are_named(data, words):
     with pytest.raises(ConfigError, match=words):
         OffloadConfig.from_dict(data)

@@ -41,16 +41,10 @@ BAD_OF_ENGINE = [
     ({"fp16": {"loss_scale_window": "5e2"}}, 'fp16.loss_scale_window = "5e2"', "a whole number, 1 or more"),
     ({"bfloat16": {"enable": True}}, "bfloat16.enable = true", "the nearest known key is bf16.enabled"),
     ({**BF16, "bfloat16": {"enabled": False}}, 'bfloat16 = {"enabled": false}', "another spelling of it; keep bf16"),
-    (
-        {"bf16": {"bf16_optimizer_states": True}, "optimizer": {"type": "Lion"}},
-        "bf16.bf16_optimizer_states = true",
-        "the moments of Lion are fp32 here; write false or leave it out",
-    ),
-    (
-        {"bf16": {"bf16_optimizer_states": True}, **adam(state_dtype="fp32")},
-        "bf16.bf16_optimizer_states = true",
-        "the moments of AdamW are fp32 here",
-    ),
+    ({"bf16": {"bf16_optimizer_states": True}, "optimizer": {"type": "Lion"}}, "bf16.bf16_optimizer_states = true",
+     "the moments of Lion are fp32 here; write false or leave it out"),
+    ({"bf16": {"bf16_optimizer_states": True}, **adam(state_dtype="fp32")}, "bf16.bf16_optimizer_states = true",
+     "the moments of AdamW are fp32 here"),
     (adam(state_dtype="fp16"), 'optimizer.params.state_dtype = "fp16"', "write one of these"),
     ({"optimizer": {"type": "Lion", "params": {"state_dtype": "bf16"}}}, "optimizer.params.state_dtype", "no such"),
     ({**BF16, **FP16}, "fp16.enabled = true", "bf16.enabled = true beside it; write true in one of them only"),
@@ -61,16 +55,12 @@ BAD_OF_ENGINE = [
     ({"fp16": {"min_loss_scale": 8, "initial_scale_power": 2}}, "fp16.min_loss_scale = 8", "initial_scale_power = 2"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype = missing", 'write "bfloat16" or "float16"'),
     ({"torch_autocast": {"dtype": "float32"}}, 'torch_autocast.dtype = "float32"', "'bf16' or 'fp16'"),
-    (
-        {"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear", "Linear"]}},
-        'torch_autocast.lower_precision_safe_modules = ["torch.nn.Linear", "Linear"]',
-        '"Linear" is no class name with its package; write a list of class names',
-    ),
-    (
-        {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
-        'data_types.grad_accum_dtype = "bf16"',
-        'gradient_accumulation_dtype = "fp32" is another spelling of it; keep gradient_accumulation_dtype',
-    ),
+    ({"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear", "Linear"]}},
+     'torch_autocast.lower_precision_safe_modules = ["torch.nn.Linear", "Linear"]',
+     '"Linear" is no class name with its package; write a list of class names'),
+    ({"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="bf16"), **BF16},
+     'data_types.grad_accum_dtype = "bf16"',
+     'gradient_accumulation_dtype = "fp32" is another spelling of it; keep gradient_accumulation_dtype'),
     (data_types(grad_accum_dtype="bf16"), 'data_types.grad_accum_dtype = "bf16"', "neither bf16.enabled nor fp16."),
     (data_types(grad_accum_dtype="int8"), 'data_types.grad_accum_dtype = "int8"', "'fp32', 'bf16' or 'fp16'"),
     (data_types(param_dtype="bf16"), 'data_types.param_dtype = "bf16"', "bf16 and fp16 decide this"),
@@ -94,28 +84,19 @@ BAD_OF_ENGINE = [
     (schedule("WarmupLR", last_batch_iteration=7), "scheduler.params.last_batch_iteration = 7", "load_checkpoint"),
     (schedule("WarmupDecayLR", total_num_steps=9), "scheduler.params.warmup_max_lr = missing", "or 0.001"),
     (schedule("WarmupCosineLR"), "scheduler.params.total_num_steps = missing", 'type = "WarmupCosineLR" needs it'),
-    (
-        schedule("WarmupCosineLR", total_num_steps=9, warmup_max_lr=1.0),
-        "scheduler.params.warmup_max_lr = 1.0",
-        'type = "WarmupCosineLR" has no such parameter; write warmup_min_ratio, warmup_num_steps',
-    ),
+    (schedule("WarmupCosineLR", total_num_steps=9, warmup_max_lr=1.0), "scheduler.params.warmup_max_lr = 1.0",
+     'type = "WarmupCosineLR" has no such parameter; write warmup_min_ratio, warmup_num_steps'),
     # what would change what is computed, or where it lives
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp = ", "enable bf16, fp16 or torch_autocast"),
     ({"amp": True}, "amp = true", 'write {"enabled": false} or leave it out'),
     ({"elasticity": {"enabled": True}}, "elasticity = ", "write the batch keys"),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op = "sum"', 'write "mean" or leave it out'),
-    (
-        {ZERO: {"offload_param": {"device": "nvme"}}},
-        f"{ZERO}.offload_param.nvme_path = ",
-        "write a folder on the drive",
-    ),
+    ({ZERO: {"offload_param": {"device": "nvme"}}}, f"{ZERO}.offload_param.nvme_path = ",
+     "write a folder on the drive"),
     ({ZERO: {"offload_param": {"buffer_count": 1}}}, f"{ZERO}.offload_param.buffer_count = 1", "2"),
     ({"fp32_modules": ["router"]}, 'fp32_modules = ["router"]', "bf16.enabled or fp16.enabled = true"),
-    (
-        {"fp32_modules": ["router"], "torch_autocast": {"enabled": True, "dtype": "bf16"}},
-        'fp32_modules = ["router"]',
-        "all but lower_precision_safe_modules",
-    ),
+    ({"fp32_modules": ["router"], "torch_autocast": {"enabled": True, "dtype": "bf16"}}, 'fp32_modules = ["router"]',
+     "all but lower_precision_safe_modules"),
     ({**BF16, "fp32_modules": [""]}, 'fp32_modules[0] = ""', "a list of patterns"),
     ({**BF16, "fp32_modules": "router"}, 'fp32_modules = "router"', "a list of patterns"),
     ({"host_budget": "8G"}, 'host_budget = "8G"', 'write "auto", or 4 KiB or more, as "8GiB"'),
@@ -124,10 +105,7 @@ BAD_OF_ENGINE = [
     # the wrapper
     ({"deepspeed": BF16, "aio": {}}, "deepspeed = ", "move the keys beside it into it"),
     ({"deepspeed": 7}, "the whole = 7", "is not a section"),
-]
-
-
-# Precision.
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spelling", "name"), SPELLINGS, ids=str)
@@ -164,24 +142,14 @@ def test_bfloat16_is_the_old_spelling_of_bf16():
         assert OffloadConfig.from_dict(data).compute_dtype == "bf16"
 
 
-# Batch sizes.
-
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (None, None, 1)),
-        ({STEPS: 4}, (None, None, 4)),
-        ({MICRO: 2}, (6, 2, 1)),
-        ({MICRO: 2, STEPS: 4}, (24, 2, 4)),
-        ({TRAIN: 24}, (24, 8, 1)),
-        ({TRAIN: 24, STEPS: 4}, (24, 2, 4)),
-        ({TRAIN: 24, MICRO: 2}, (24, 2, 4)),
-        ({TRAIN: 24, MICRO: 2, STEPS: 4}, (24, 2, 4)),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({}, (None, None, 1)), ({STEPS: 4}, (None, None, 4)), ({MICRO: 2}, (6, 2, 1)), ({MICRO: 2, STEPS: 4}, (24, 2, 4)),
+    ({TRAIN: 24}, (24, 8, 1)), ({TRAIN: 24, STEPS: 4}, (24, 2, 4)), ({TRAIN: 24, MICRO: 2}, (24, 2, 4)),
+    ({TRAIN: 24, MICRO: 2, STEPS: 4}, (24, 2, 4)),
+])  # fmt: skip
 def test_what_is_left_out_is_derived(given, expected):
     config = OffloadConfig.from_dict(given)
     assert config.batch_sizes(3) == expected
@@ -189,17 +157,10 @@ def test_what_is_left_out_is_derived(given, expected):
     assert again.batch_sizes(3) == expected, "also after a round trip"
 
 
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        ({TRAIN: 25, MICRO: 2, STEPS: 4}, 24),
-        ({TRAIN: 12, MICRO: 2, STEPS: 4}, 24),
-        ({TRAIN: 25, MICRO: 2}, 30),
-        ({TRAIN: 1, MICRO: 2}, 6),
-        ({TRAIN: 25, STEPS: 4}, 36),
-        ({TRAIN: 25}, 27),
-    ],
-)
+@pytest.mark.parametrize(("given", "right"), [
+    ({TRAIN: 25, MICRO: 2, STEPS: 4}, 24), ({TRAIN: 12, MICRO: 2, STEPS: 4}, 24), ({TRAIN: 25, MICRO: 2}, 30),
+    ({TRAIN: 1, MICRO: 2}, 6), ({TRAIN: 25, STEPS: 4}, 36), ({TRAIN: 25}, 27),
+])  # fmt: skip
 def test_batch_sizes_that_do_not_fit(given, right):
     config = OffloadConfig.from_dict(given)
     with pytest.raises(ConfigError) as caught:
@@ -230,9 +191,6 @@ def test_batch_sizes_are_a_product_or_an_error(train, micro, steps, world_size):
         assert train is micro is None
 
 
-# Optimizer and scheduler.
-
-
 def test_adam_is_adamw_unless_it_says_otherwise():
     assert OffloadConfig.from_dict(adam(weight_decay=0.1)).optimizer.kind == "AdamW"
     l2 = OffloadConfig.from_dict(adam(adam_w_mode=False, weight_decay=0.1)).optimizer
@@ -256,8 +214,6 @@ def test_schedules_and_their_round_trip(kind, params):
     assert OffloadConfig.from_dict(config.model_dump()) == config
     assert hash(config) == hash(OffloadConfig.from_dict(config.model_dump()))
 
-
-# Files as users have them.
 
 LEFT_OUT = 2  # lines that tell a section for DeepSpeed without gradient_clipping what that means
 

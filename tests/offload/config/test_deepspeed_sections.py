@@ -84,48 +84,37 @@ def test_no_key_of_deepspeed_gets_the_nearest_spelling(key):
     assert "unknown" not in told
 
 
-@pytest.mark.parametrize(
-    ("section", "advice"),
-    [
-        ({"compile": {"deepcompile": True}}, "call torch.compile on the model"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "a mesh with a dimension 'tp'"),
-        ({"hybrid_engine": {"enabled": True}}, "generate with engine.module"),
-        ({"expert_parallel": {"enabled": True}}, "no expert parallelism"),
-        ({"sequence_parallel_size": 2}, "no sequence parallelism"),
-        ({"managed_gradient_accumulation": False}, "engine.set_gradient_accumulation_boundary()"),
-        ({"compression_training": {"layer_reduction": {"enabled": True}}}, "change the model itself"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "initialize(optimizer=...)"),
-        ({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}, "choose another type"),
-        ({"scheduler": {"type": "OneCycle"}}, "initialize(lr_scheduler=...)"),
-        ({"scheduler": {"params": {"cycle_min_lr": 0.1}}}, "torch's OneCycleLR"),
-        ({ZERO: {"zero_hpz_partition_size": 8}}, "dp_replicate and dp_shard"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("section", "advice"), [
+    ({"compile": {"deepcompile": True}}, "call torch.compile on the model"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "a mesh with a dimension 'tp'"),
+    ({"hybrid_engine": {"enabled": True}}, "generate with engine.module"),
+    ({"expert_parallel": {"enabled": True}}, "no expert parallelism"),
+    ({"sequence_parallel_size": 2}, "no sequence parallelism"),
+    ({"managed_gradient_accumulation": False}, "engine.set_gradient_accumulation_boundary()"),
+    ({"compression_training": {"layer_reduction": {"enabled": True}}}, "change the model itself"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "initialize(optimizer=...)"),
+    ({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}, "choose another type"),
+    ({"scheduler": {"type": "OneCycle"}}, "initialize(lr_scheduler=...)"),
+    ({"scheduler": {"params": {"cycle_min_lr": 0.1}}}, "torch's OneCycleLR"),
+    ({ZERO: {"zero_hpz_partition_size": 8}}, "dp_replicate and dp_shard"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_what_is_not_done_here_has_advice_of_its_own(section, advice):
     [problem] = problems_of(section)
     assert advice in problem
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"compile": {"disable": False, "backend": "inductor"}},
-        {"tensor_parallel": {"autotp_size": 1}},
-        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
-        {"compression_training": {"enabled": False, "inner": {"enabled": True}}},
-        {"amp": {"enabled": "auto", "opt_level": "auto"}},
-        {"prescale_gradients": True},
-        {"activation_checkpointing": {"cpu_checkpointing": True}},
-        {"fp16": {"auto_cast": True, "opt_level": "O2"}},
-        {"bf16": {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}},
-        {"_comment": "for two nodes", "//": "", "log": "debug", "cuda_visible_devices": "0,1", "xyzzy": {"a": 1}},
-        {"checkpoint-activations": True, "warmup": 0.01, "zero_force_ds_cpu_optimization": False},
-        {ZERO: {"max_live_parameters": 1e9, "max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True}},
-        {ZERO: {"prefetch_bucket_size": "auto", "param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}},
-    ],
-    ids=lambda section: "-".join(section),
-)
+@pytest.mark.parametrize("section", [
+    {"compile": {"disable": False, "backend": "inductor"}}, {"tensor_parallel": {"autotp_size": 1}},
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    {"compression_training": {"enabled": False, "inner": {"enabled": True}}},
+    {"amp": {"enabled": "auto", "opt_level": "auto"}}, {"prescale_gradients": True},
+    {"activation_checkpointing": {"cpu_checkpointing": True}}, {"fp16": {"auto_cast": True, "opt_level": "O2"}},
+    {"bf16": {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}},
+    {"_comment": "for two nodes", "//": "", "log": "debug", "cuda_visible_devices": "0,1", "xyzzy": {"a": 1}},
+    {"checkpoint-activations": True, "warmup": 0.01, "zero_force_ds_cpu_optimization": False},
+    {ZERO: {"max_live_parameters": 1e9, "max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True}},
+    {ZERO: {"prefetch_bucket_size": "auto", "param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}},
+], ids=lambda section: "-".join(section))  # fmt: skip
 def test_what_has_no_meaning_here_is_one_warning(section):
     with pytest.warns(ConfigWarning, match="accepted, but without effect here") as caught:
         assert OffloadConfig.from_dict(section) == OffloadConfig()
@@ -151,24 +140,17 @@ def test_an_old_switch_is_read_as_what_it_is_the_old_spelling_of(old, new):
         assert OffloadConfig.from_dict({ZERO: {old: False}}) == OffloadConfig()
 
 
-@pytest.mark.parametrize(
-    ("written", "read", "told"),
-    [
-        ({ZERO: {"stage": "2"}, "bf16": {"enabled": "true"}}, {ZERO: {"stage": 2}, "bf16": {"enabled": True}}, ""),
-        ({"fp16": {"enabled": "yes", "hysteresis": "3"}}, {"fp16": {"enabled": True, "hysteresis": 3}}, ""),
-        ({ZERO: False}, {}, "an old spelling of stage 0"),
-        ({ZERO: True}, {ZERO: {"stage": 1}}, "an old spelling of stage 1"),
-        (
-            {"scheduler": {"params": {"warmup_type": "cosine"}}},
-            {"scheduler": {"params": {"warmup_type": "log"}}},
-            'takes "log" as well',
-        ),
-        ({"find_unused_parameters": True}, {}, "find_unused_parameters = true: nobody knows it"),
-        ({"checkpoint": {"tag_validation_enabled": True}}, {}, "checkpoint.tag_validation_enabled = true: nobody"),
-        ({"aio": {"enabled": False}}, {}, "aio.enabled = false: DeepSpeed does not read it either"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("written", "read", "told"), [
+    ({ZERO: {"stage": "2"}, "bf16": {"enabled": "true"}}, {ZERO: {"stage": 2}, "bf16": {"enabled": True}}, ""),
+    ({"fp16": {"enabled": "yes", "hysteresis": "3"}}, {"fp16": {"enabled": True, "hysteresis": 3}}, ""),
+    ({ZERO: False}, {}, "an old spelling of stage 0"),
+    ({ZERO: True}, {ZERO: {"stage": 1}}, "an old spelling of stage 1"),
+    ({"scheduler": {"params": {"warmup_type": "cosine"}}}, {"scheduler": {"params": {"warmup_type": "log"}}},
+     'takes "log" as well'),
+    ({"find_unused_parameters": True}, {}, "find_unused_parameters = true: nobody knows it"),
+    ({"checkpoint": {"tag_validation_enabled": True}}, {}, "checkpoint.tag_validation_enabled = true: nobody"),
+    ({"aio": {"enabled": False}}, {}, "aio.enabled = false: DeepSpeed does not read it either"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_spellings_are_read_as_deepspeed_reads_them(written, read, told):
     with warnings.catch_warnings(record=True, action="always") as caught:
         assert OffloadConfig.from_dict(written) == OffloadConfig.from_dict(read)
@@ -189,9 +171,6 @@ def test_aio_where_hugging_face_has_it():
     assert problem.endswith("is another spelling of it; keep aio")
     [problem] = problems_of({ZERO: {"aio": {"queue_dept": 8}}})
     assert problem.startswith("zero_optimization.aio.queue_dept = 8: unknown key")
-
-
-# All at once.
 
 
 def test_contradictions_of_all_sections_are_told_at_once_beside_other_errors():
@@ -223,36 +202,25 @@ def test_contradictions_of_all_sections_are_told_at_once_beside_other_errors():
     }
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {ZERO: {"offload_optimizer": {"device": "disk", "nvme_path": "/d"}}, "aio": {"path_weights": [1]}},
-        {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": 7}}, "aio": {"path_weights": [1, 2]}},
-        {"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}},
-        {"bf16": {"enabled": 2}, "gradient_accumulation_dtype": "bf16", "fp32_modules": ["norm"]},
-    ],
-    ids=["device", "path", "type", "mode"],
-)
+@pytest.mark.parametrize("section", [
+    {ZERO: {"offload_optimizer": {"device": "disk", "nvme_path": "/d"}}, "aio": {"path_weights": [1]}},
+    {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": 7}}, "aio": {"path_weights": [1, 2]}},
+    {"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}},
+    {"bf16": {"enabled": 2}, "gradient_accumulation_dtype": "bf16", "fp32_modules": ["norm"]},
+], ids=["device", "path", "type", "mode"])  # fmt: skip
 def test_what_a_wrong_value_would_contradict_is_not_told(section):
     assert len(problems_of(section)) == 1
 
 
-# Hugging Face's "auto".
-
 AUTO = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1},
-    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}, "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
-    },
+    "scheduler": {"type": "WarmupDecayLR",
+     "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")},
     ZERO: {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
-}
+}  # fmt: skip
 
 
 def arguments(**more):

@@ -139,18 +139,9 @@ class Walk:
 
 
 OPERATIONS = [
-    *[Walk.commit] * 4,
-    Walk.write_without_commit,
-    Walk.commit_in_vain,
-    Walk.rewind,
-    Walk.take_back,
-    Walk.pin,
-    Walk.pin,
-    Walk.unpin,
-    Walk.go_to_snapshot,
-    Walk.begin_elsewhere,
-    Walk.open_again,
-]
+    *[Walk.commit] * 4, Walk.write_without_commit, Walk.commit_in_vain, Walk.rewind, Walk.take_back, Walk.pin, Walk.pin,
+    Walk.unpin, Walk.go_to_snapshot, Walk.begin_elsewhere, Walk.open_again,
+]  # fmt: skip
 
 
 def walk(folder, seed, num_operations, steps_back=1):

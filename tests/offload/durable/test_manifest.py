@@ -282,16 +282,12 @@ MANIFESTS = {
     "a path too many": (with_row(FIRST_PATH, 1), "path 1, and there are 1"),
     "a path below zero": (with_row(FIRST_PATH, -1), "path -1"),
     "a write of the future": (with_row(0, 1 << 40), "sequence 1099511627776"),
-    "one place for two slots": (
-        with_tables(lambda tables: tables["slots"].__setitem__(1, tables["slots"][0])),
-        "row 0 of slots and row 1 of slots at the same bytes",
-    ),
+    "one place for two slots": (with_tables(lambda tables: tables["slots"].__setitem__(1, tables["slots"][0])),
+     "row 0 of slots and row 1 of slots at the same bytes"),
     "an entry of no slot": (with_entry(slot=99), "row 0 of its table log slot 99, which has no base"),
     "an entry of more than it has": (with_entry(content_bytes=1 << 50), "bytes of content in"),
-    "too few columns": (
-        with_tables(lambda tables: tables.update(slots=tables["slots"][:, :-3])),
-        "has 6 columns in its table slots, and one of 9 belongs to 1 paths",
-    ),
+    "too few columns": (with_tables(lambda tables: tables.update(slots=tables["slots"][:, :-3])),
+     "has 6 columns in its table slots, and one of 9 belongs to 1 paths"),
     "no slots": (with_tables(lambda tables: tables.pop("slots")), "has no table slots"),
     "a table of 2^62 rows": (lambda c: with_description(c, tables={"slots": [1 << 62, 9]}), r"its tables\.slots is"),
     "a table below zero": (lambda c: with_description(c, tables={"slots": [-1, 9]}), r"its tables\.slots is"),
@@ -307,32 +303,20 @@ MANIFESTS = {
     "no identity of the commit": (lambda c: with_description(c, commit=None), "its commit is 'None'"),
     "no identity of the one before": (lambda c: with_description(c, previous=None), "its previous is 'None'"),
     "a number for a truth": (lambda c: with_description(c, first=7), "its first is '7'"),
-    "a description of 2^60 bytes": (
-        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1 << 60)),
-        "its length of its description",
-    ),
-    "a description that is no JSON": (
-        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1) + b"{"),
-        "its description is no JSON",
-    ),
-    "a description without end": (
-        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 200_000) + b"[" * 200_000),
-        "its description is no JSON",
-    ),
-    "a list for a description": (
-        lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 2) + b"[]"),
-        r"its description is '\[\]'",
-    ),
+    "a description of 2^60 bytes": (lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1 << 60)),
+     "its length of its description"),
+    "a description that is no JSON": (lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 1) + b"{"),
+     "its description is no JSON"),
+    "a description without end": (lambda c: with_digest(Manifest.decode(c),
+     struct.pack("<Q", 200_000) + b"[" * 200_000), "its description is no JSON"),
+    "a list for a description": (lambda c: with_digest(Manifest.decode(c), struct.pack("<Q", 2) + b"[]"),
+     r"its description is '\[\]'"),
     "no body": (lambda c: with_digest(Manifest.decode(c), b""), "its length of its description"),
-    "the last sequence of all": (
-        lambda c: sealed({"sequence": 2**64 - 1, "step": 0}, Manifest.decode(c).encode()[HEADER.size :]),
-        "its sequence is",
-    ),
-    "a step below zero": (
-        lambda c: sealed({"sequence": 5, "step": -1}, Manifest.decode(c).encode()[HEADER.size :]),
-        "its step is '-1'",
-    ),
-}
+    "the last sequence of all": (lambda c: sealed({"sequence": 2**64 - 1, "step": 0},
+     Manifest.decode(c).encode()[HEADER.size :]), "its sequence is"),
+    "a step below zero": (lambda c: sealed({"sequence": 5, "step": -1}, Manifest.decode(c).encode()[HEADER.size :]),
+     "its step is '-1'"),
+}  # fmt: skip
 ABOUT = {
     "no object": ([], "run.json"),
     "no uuid": ({"uuid": 7}, "7 for uuid"),

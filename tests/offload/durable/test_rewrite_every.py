@@ -40,15 +40,10 @@ def test_other_parameters_have_other_bytes():
     assert (costs_of(fp32, 3).read, costs_of(fp32, 3).written) == pytest.approx((44 / 3, 20 / 3))
 
 
-@pytest.mark.parametrize(
-    ("rates", "periods"),
-    [
-        ({"read": 6.5, "write": 2.6}, (3, 4)),
-        ({"read": 1, "write": 4}, (1,)),
-        ({"read": 60, "write": 24, "update": 1}, (1,)),
-    ],
-    ids=["writes slowly", "reads slowly", "a slow kernel wants few replays"],
-)
+@pytest.mark.parametrize(("rates", "periods"), [
+    ({"read": 6.5, "write": 2.6}, (3, 4)), ({"read": 1, "write": 4}, (1,)),
+    ({"read": 60, "write": 24, "update": 1}, (1,)),
+], ids=["writes slowly", "reads slowly", "a slow kernel wants few replays"])  # fmt: skip
 def test_what_is_slow_decides(rates, periods):
     in_bytes = {name: rate * GB for name, rate in rates.items()}
     assert auto_period(BILLION, DurableRates(**in_bytes), None) in periods

@@ -68,25 +68,14 @@ def test_reads_are_of_the_joined_value(split, values):
     assert split.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.add_(1),
-        lambda t: t.copy_(torch.arange(24.0).view(6, 4)),
-        lambda t: t.view(-1)[3:7].mul_(5),
-        lambda t: t[2].zero_(),
-        lambda t: t.t()[1, 2].fill_(9),
-        lambda t: t.narrow(0, 1, 2).narrow(1, 1, 2).neg_(),
-        lambda t: t.chunk(2)[1].add_(3),
-        lambda t: t.unbind(0)[4].mul_(2),
-        lambda t: t.detach().sub_(1),
-        lambda t: t.masked_fill_(torch.eye(6, 4, dtype=torch.bool), 7.0),
-        lambda t: torch._foreach_mul_([t], 3.0),
-        lambda t: torch.add(t.clone(), 1, out=t),
-        lambda t: t.__setitem__((slice(None), 0), 4.0),
-        lambda t: t.clamp_(min=0).view(4, 6)[1].add_(1),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda t: t.add_(1), lambda t: t.copy_(torch.arange(24.0).view(6, 4)), lambda t: t.view(-1)[3:7].mul_(5),
+    lambda t: t[2].zero_(), lambda t: t.t()[1, 2].fill_(9), lambda t: t.narrow(0, 1, 2).narrow(1, 1, 2).neg_(),
+    lambda t: t.chunk(2)[1].add_(3), lambda t: t.unbind(0)[4].mul_(2), lambda t: t.detach().sub_(1),
+    lambda t: t.masked_fill_(torch.eye(6, 4, dtype=torch.bool), 7.0), lambda t: torch._foreach_mul_([t], 3.0),
+    lambda t: torch.add(t.clone(), 1, out=t), lambda t: t.__setitem__((slice(None), 0), 4.0),
+    lambda t: t.clamp_(min=0).view(4, 6)[1].add_(1),
+])  # fmt: skip
 def test_a_change_in_place_reaches_the_parts(change, split, parts, values):
     change(split)
     expected = values.clone()
@@ -149,22 +138,12 @@ def test_dlpack_gives_a_copy_of_the_joined_value(take, split, values):
     assert torch.equal(split.plain(), values)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t: torch.from_dlpack(t, copy=False),
-        lambda t: torch.from_dlpack(torch.nn.Parameter(t)),
-        torch.utils.dlpack.to_dlpack,
-        lambda t: t.share_memory_(),
-        lambda t: t.__cuda_array_interface__,
-        lambda t: t.numpy(),
-        numpy.asarray,
-        memoryview,
-        lambda t: t.untyped_storage().data_ptr(),
-        lambda t: t.untyped_storage().copy_(torch.zeros(t.shape).untyped_storage()),
-        lambda t: save({"weight": t}),
-    ],
-)
+@pytest.mark.parametrize("use", [
+    lambda t: torch.from_dlpack(t, copy=False), lambda t: torch.from_dlpack(torch.nn.Parameter(t)),
+    torch.utils.dlpack.to_dlpack, lambda t: t.share_memory_(), lambda t: t.__cuda_array_interface__,
+    lambda t: t.numpy(), numpy.asarray, memoryview, lambda t: t.untyped_storage().data_ptr(),
+    lambda t: t.untyped_storage().copy_(torch.zeros(t.shape).untyped_storage()), lambda t: save({"weight": t}),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["split", "stand-in"])
 def test_what_needs_an_address_raises_and_nobody_is_killed(kind, use, split, parts):
     tensor = split if kind == "split" else StandIn(split, torch.float32, name="weight", remedy="use x")

@@ -30,17 +30,13 @@ def test_every_dtype_with_and_without_strides(swapper, dtype):
 
 
 LAYOUTS = {
-    "scalar": lambda base: base[0, 0, 0],
-    "one": lambda base: base[:1, :1, 0],
-    "empty": lambda base: base[:0],
-    "empty in the middle": lambda base: base[:, :0],
-    "offset": lambda base: base.view(-1)[3:-5],
-    "permuted": lambda base: base.permute(2, 0, 1),
-    "stepped": lambda base: base[::2, 1::3, ::4],
+    "scalar": lambda base: base[0, 0, 0], "one": lambda base: base[:1, :1, 0], "empty": lambda base: base[:0],
+    "empty in the middle": lambda base: base[:, :0], "offset": lambda base: base.view(-1)[3:-5],
+    "permuted": lambda base: base.permute(2, 0, 1), "stepped": lambda base: base[::2, 1::3, ::4],
     "expanded": lambda base: base[:, :1].expand(-1, 50, -1),
     "channels last": lambda base: base[None].contiguous(memory_format=torch.channels_last),
     "unfolded": lambda base: base[0].unfold(0, 5, 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -75,15 +75,11 @@ def test_table_for_people_and_saved_results(tmp_path):
     assert '"directions": ["read"]' in file.read_text(), "a list of words takes a line for each"
 
 
-@pytest.mark.parametrize(
-    ("rates", "planned"),
-    [
-        ([3e9] * 20 + [1e9] * 20, 1e9),
-        ([3e9] * 36 + [2.6e9] * 12, 2.9e9),  # less than a fifth slower: the weather
-        ([1e9] * 4 + [3e9] * 4, 2e9),  # faster
-        ([3e9] * 3 + [1e9] * 3, 2e9),  # too few to tell
-    ],
-)
+@pytest.mark.parametrize(("rates", "planned"), [
+    ([3e9] * 20 + [1e9] * 20, 1e9), ([3e9] * 36 + [2.6e9] * 12, 2.9e9),  # less than a fifth slower: the weather
+    ([1e9] * 4 + [3e9] * 4, 2e9),  # faster
+    ([3e9] * 3 + [1e9] * 3, 2e9),  # too few to tell
+])  # fmt: skip
 def test_of_a_drive_that_became_slow_its_end_is_planned_with(tmp_path, rates, planned):
     summary = {"total_bytes": sum(rates), "total_seconds": len(rates), "became_slow": report.became_slow(rates)}
     assert (
@@ -118,29 +114,17 @@ def test_the_result_is_printed_although_it_cannot_be_saved(tmp_path, monkeypatch
     assert "No space left" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--bs", "1000"), "out of range"),
-        (("--bs", "6000"), "multiple of 4 KiB"),
-        (("--bs", "1G"), "is not a number of bytes"),
-        (("--size", "1MiB"), "too small"),
-        (("--size", "900TiB"), "nothing was written"),
-        (("--iodepth", "0"), "out of range"),
-        (("--numjobs", "65"), "out of range"),
-        (("--quads", "3"), "give that, too"),
-        (("--compare-fio", "--quads", "0"), "compare nothing"),
-        (("--compare-fio", "--quads", "-1"), "out of range"),
-        (("--ioengine", "libaio"), "io_uring"),
-        (("--direct", "maybe"), "required"),
-        (("--runtime", "-1"), "negative"),
-        (("--runtime", "nan"), "no number"),
-        (("--path", "/no/such/folder"), "is no directory"),
-        (("--save", __file__), "is no directory"),
-        (("--save", f"{__file__}/results"), "is no directory"),
-        (("--compare-fio", "--ioengine", "null"), "moves no bytes"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--bs", "1000"), "out of range"), (("--bs", "6000"), "multiple of 4 KiB"),
+    (("--bs", "1G"), "is not a number of bytes"), (("--size", "1MiB"), "too small"),
+    (("--size", "900TiB"), "nothing was written"), (("--iodepth", "0"), "out of range"),
+    (("--numjobs", "65"), "out of range"), (("--quads", "3"), "give that, too"),
+    (("--compare-fio", "--quads", "0"), "compare nothing"), (("--compare-fio", "--quads", "-1"), "out of range"),
+    (("--ioengine", "libaio"), "io_uring"), (("--direct", "maybe"), "required"), (("--runtime", "-1"), "negative"),
+    (("--runtime", "nan"), "no number"), (("--path", "/no/such/folder"), "is no directory"),
+    (("--save", __file__), "is no directory"), (("--save", f"{__file__}/results"), "is no directory"),
+    (("--compare-fio", "--ioengine", "null"), "moves no bytes"),
+])  # fmt: skip
 def test_bad_values_are_told_before_anything_starts(tmp_path, monkeypatch, arguments, said):
     monkeypatch.setenv("COLUMNS", "400")
     result = run("--path", tmp_path, *arguments)

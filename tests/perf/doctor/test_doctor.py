@@ -133,16 +133,12 @@ class TestOutput:
             "NVMe offload works, with reservations: 1 warning, 1 note.",
         ]
 
-    @pytest.mark.parametrize(
-        ("found", "status", "words"),
-        [
-            ([], 0, "All is fine."),
-            ([Level.OK], 0, "All is fine."),
-            ([Level.NOTE, Level.NOTE], 0, "All is fine: 2 notes."),
-            ([Level.WARNING, Level.OK], 1, "with reservations: 1 warning."),
-            ([Level.NOTE, Level.ERROR, Level.WARNING], 2, "does not work like this: 1 error, 1 warning, 1 note."),
-        ],
-    )
+    @pytest.mark.parametrize(("found", "status", "words"), [
+        ([], 0, "All is fine."), ([Level.OK], 0, "All is fine."),
+        ([Level.NOTE, Level.NOTE], 0, "All is fine: 2 notes."),
+        ([Level.WARNING, Level.OK], 1, "with reservations: 1 warning."),
+        ([Level.NOTE, Level.ERROR, Level.WARNING], 2, "does not work like this: 1 error, 1 warning, 1 note."),
+    ])  # fmt: skip
     def test_exit_status_and_summary(self, found, status, words):
         report = Report((Group("x", tuple(saw("a", "b").at(level, "c") for level in found)),), None)
         assert report.exit_status == status

@@ -146,17 +146,11 @@ def test_differences_names_losses_and_missing_digests(runs):
     assert "digests, which are missing" in demo.differences(nvme, memory)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "huge"], "'huge' is not tiny, small, medium or LAYERSxWIDTH"),
-        (["--size", "2x100"], "multiples of 64"),
-        (["--size", "0x64"], "1 to 96"),
-        (["--steps", "0"], "--steps"),
-        (["--engine", "libaio"], "'io_uring'"),
-        (["--path", "/does/not/exist"], "is no directory"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--size", "huge"], "'huge' is not tiny, small, medium or LAYERSxWIDTH"), (["--size", "2x100"], "multiples of 64"),
+    (["--size", "0x64"], "1 to 96"), (["--steps", "0"], "--steps"), (["--engine", "libaio"], "'io_uring'"),
+    (["--path", "/does/not/exist"], "is no directory"),
+])  # fmt: skip
 def test_wrong_values_are_refused(arguments, message, tmp_path):
     code, output = output_of("--size", "tiny", *arguments, "--out", str(tmp_path / "out"))
     assert code == 2

@@ -19,15 +19,9 @@ from nvme_offload.perf.plan.shape import ModelShape
 from tests.perf.documents import write_bench
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 4096, "num_hidden_layers": 64, "num_attention_heads": 8, "num_key_value_heads": 8,
+}  # fmt: skip
 """1.1 G parameters: 15 GB altogether, 11 GB of them state."""
 
 
@@ -53,15 +47,10 @@ def devices(section):
     return zero.offload_optimizer.device, zero.offload_param.device, config.offload_gradients.device
 
 
-@pytest.mark.parametrize(
-    ("memory", "expected", "budget"),
-    [
-        ("64GiB", ("cpu", "none", "none"), None),
-        ("12GiB", ("nvme", "none", "none"), "7474MiB"),
-        ("4GiB", ("nvme", "none", "nvme"), "1393MiB"),
-        ("1200MiB", ("nvme", "nvme", "nvme"), "608MiB"),
-    ],
-)
+@pytest.mark.parametrize(("memory", "expected", "budget"), [
+    ("64GiB", ("cpu", "none", "none"), None), ("12GiB", ("nvme", "none", "none"), "7474MiB"),
+    ("4GiB", ("nvme", "none", "nvme"), "1393MiB"), ("1200MiB", ("nvme", "nvme", "nvme"), "608MiB"),
+])  # fmt: skip
 def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected, budget):
     done, section = init(model, tmp_path, "--host-memory", memory)
     assert done.exit_code == 0, done.output
@@ -71,14 +60,10 @@ def test_the_less_memory_the_more_goes_to_nvme(model, tmp_path, memory, expected
     assert f"offload doctor --config {output}, offload plan --model {model} --config {output}" in done.output
 
 
-@pytest.mark.parametrize(
-    ("flops", "order", "said"),
-    [
-        ("1e14", "vertical", "faster: vertical"),
-        pytest.param("1e10", "horizontal", "faster: horizontal", marks=pytest.mark.slow),
-        (None, "vertical", "rates say"),
-    ],
-)
+@pytest.mark.parametrize(("flops", "order", "said"), [
+    ("1e14", "vertical", "faster: vertical"),
+    pytest.param("1e10", "horizontal", "faster: horizontal", marks=pytest.mark.slow), (None, "vertical", "rates say"),
+])  # fmt: skip
 def test_the_faster_order_of_micro_batches_is_written_where_rates_are_known(model, tmp_path, flops, order, said):
     """Without them it is what moves fewer bytes, as "auto" decides in a run."""
     rates = ("--bench", str(write_bench(tmp_path / "bench.json")), *(("--flops", flops) if flops else ()))

@@ -29,15 +29,10 @@ def chooser(machine=CARD, tokens=2048, **more):
     return Chooser(machine, [Path("/")], tokens, **more)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "tokens", "micro_batches"),
-    [
-        ((8_190_000_000, 36, 4096, 151936), 4096, 8),
-        ((70_600_000_000, 80, 8192, 128256), 2048, 8),
-        ((30_000_000_000, 120, 4096, 128256), 2048, 32),
-    ],
-    ids=["8 B", "70 B", "30 B, 32 micro-batches"],
-)
+@pytest.mark.parametrize(("numbers", "tokens", "micro_batches"), [
+    ((8_190_000_000, 36, 4096, 151936), 4096, 8), ((70_600_000_000, 80, 8192, 128256), 2048, 8),
+    ((30_000_000_000, 120, 4096, 128256), 2048, 32),
+], ids=["8 B", "70 B", "30 B, 32 micro-batches"])  # fmt: skip
 def test_a_card_of_24_gib_holds_large_models(numbers, tokens, micro_batches):
     """Whatever keeps it from fitting, the section that is chosen has the key that mends it."""
     choice = chooser(tokens=tokens, micro_batches=micro_batches).choose(ModelShape.of_numbers(*numbers))

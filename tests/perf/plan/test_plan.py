@@ -236,15 +236,10 @@ LLAMA_8B = "--params 8e9 --layers 32 --hidden 4096 --vocab 128256"
 LLAMA_70B = "--params 70e9 --layers 80 --hidden 8192 --vocab 128256"
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "kept"),
-    [
-        (LLAMA_8B, 1, "device"),
-        pytest.param(LLAMA_8B, 8, "device", marks=pytest.mark.slow),
-        (LLAMA_70B, 1, "nvme"),
-        pytest.param(LLAMA_70B, 8, "nvme", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("model", "ranks", "kept"), [
+    (LLAMA_8B, 1, "device"), pytest.param(LLAMA_8B, 8, "device", marks=pytest.mark.slow), (LLAMA_70B, 1, "nvme"),
+    pytest.param(LLAMA_70B, 8, "nvme", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_models_on_gpus(model, ranks, kept, tmp_path):
     """70 B fit one GPU of 80 GiB with all of it off the GPU."""
     blocks = 2 if kept == "nvme" else None
@@ -396,14 +391,10 @@ def test_micro_batches_follow_from_the_batch_keys(tmp_path):
         assert traffic(ranks, **batch) == traffic(ranks, gradient_accumulation_steps=steps)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "changes", "words"),
-    [
-        (3, {"train_batch_size": 8}, "train_batch_size = 8: is no multiple"),
-        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, "write 2"),
-    ],
-    ids=["ranks", "batch keys"],
-)
+@pytest.mark.parametrize(("ranks", "changes", "words"), [
+    (3, {"train_batch_size": 8}, "train_batch_size = 8: is no multiple"),
+    (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, "write 2"),
+], ids=["ranks", "batch keys"])  # fmt: skip
 def test_a_section_that_initialize_refuses_is_refused(ranks, changes, words, tmp_path):
     result = planned(f"--ranks {ranks}", section(tmp_path, params=2) | changes, tmp_path)
     assert result.exit_code == 2
@@ -434,34 +425,23 @@ def test_a_bench_that_did_not_measure_the_drives_is_refused(tmp_path):
         assert words in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("", "which model"),
-        ("--params 1e6 --layers 0", "--layers"),
-        ("--params 1e6 --layers 2 --ranks 3 --ranks-per-node 2", "no multiple"),
-        ("--params 1e6 --layers 2 --read-bw 1GB", "--write-bw"),
-        *(
-            (f"--params 1e6 --layers 2 --read-bw 1GB --write-bw 1GB {option} {value}", words)
-            for option, value, words in (
-                ("--flops", "0", "--flops 0.0: must be more than 0"),
-                ("--update-rate", "inf", "--update-rate inf"),
-                ("--tbw", "-5", "--tbw -5.0"),
-                ("--tbw", "nan", "--tbw nan"),
-                ("--mixed-bw", "0", "--mixed-bw 0"),
-                ("--capacity", "0", "--capacity 0"),
-                ("--vocab", "-100", "no whole number"),
-                ("--hidden", "-64", "no whole number"),
-                ("--layers", "2.9", "no whole number"),
-                ("--params", "nan", "no whole number"),
-                ("--params", "1e30", "no whole number from 1 to 1e+15"),
-                ("--bench", "bench.json", "rates of drives come from --bench, or"),
-            )
-        ),
-        ("--model /nowhere/config.json", "there is no such file"),
-        ("--params 1e6 --layers 2 --bench /nowhere/bench.json", "No such file"),
-    ],
-)
+BAD = {
+    "--flops 0": "--flops 0.0: must be more than 0", "--update-rate inf": "--update-rate inf", "--tbw -5": "--tbw -5.0",
+    "--tbw nan": "--tbw nan", "--mixed-bw 0": "--mixed-bw 0", "--capacity 0": "--capacity 0",
+    "--vocab -100": "no whole number", "--hidden -64": "no whole number", "--layers 2.9": "no whole number",
+    "--params nan": "no whole number", "--params 1e30": "no whole number from 1 to 1e+15",
+    "--bench bench.json": "rates of drives come from --bench, or",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("", "which model"), ("--params 1e6 --layers 0", "--layers"),
+    ("--params 1e6 --layers 2 --ranks 3 --ranks-per-node 2", "no multiple"),
+    ("--params 1e6 --layers 2 --read-bw 1GB", "--write-bw"),
+    *((f"--params 1e6 --layers 2 --read-bw 1GB --write-bw 1GB {option}", words) for option, words in BAD.items()),
+    ("--model /nowhere/config.json", "there is no such file"),
+    ("--params 1e6 --layers 2 --bench /nowhere/bench.json", "No such file"),
+])  # fmt: skip
 def test_bad_values_are_told_in_words(arguments, words):
     result = plan(arguments)
     assert result.exit_code == 2

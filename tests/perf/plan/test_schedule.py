@@ -22,16 +22,10 @@ def layers(nvme, num_buffers=4, compute=1.0, count=LAYERS, **more):
     )
 
 
-@pytest.mark.parametrize(
-    ("overlap_step", "num_buffers", "expected"),
-    [
-        ("off", 4, (1.46, 1.92, 1.42)),
-        ("forward", 4, (1.13, 1.59, 1.25)),
-        ("forward", 16, (1.01, 1.34, 1.00)),
-        ("backward", 4, (1.00, 1.19, 1.00)),
-        ("backward", 16, (1.00, 1.02, 1.00)),
-    ],
-)
+@pytest.mark.parametrize(("overlap_step", "num_buffers", "expected"), [
+    ("off", 4, (1.46, 1.92, 1.42)), ("forward", 4, (1.13, 1.59, 1.25)), ("forward", 16, (1.01, 1.34, 1.00)),
+    ("backward", 4, (1.00, 1.19, 1.00)), ("backward", 16, (1.00, 1.02, 1.00)),
+])  # fmt: skip
 def test_another_model_of_the_same_schedules_says_the_same(overlap_step, num_buffers, expected):
     """Written before this one, with times in place of events and the two kinds of a step in two loops.
 

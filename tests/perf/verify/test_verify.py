@@ -70,20 +70,15 @@ def test_all_of_it_on_the_stand_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mutation", "found_by"),
-    [
-        ("forward does not wait for the parameters", "races"),
-        ("a mirror is filled before it has left", "update"),
-        ("a buffer is written before its copy is done", "swapper"),
-        ("a gradient is summed before it has landed", "gradients"),
-        ("the worker does not wait for its copies", "gradients"),
-        ("updates behind a step are not waited for by a gather", "gradients"),
-        ("a block is written before its gradients have landed", "gradients"),
-        ("what a gradient had waits for the host", "growth"),
-        ("a thread begins with another device", "growth"),
-    ],
-)
+@pytest.mark.parametrize(("mutation", "found_by"), [
+    ("forward does not wait for the parameters", "races"), ("a mirror is filled before it has left", "update"),
+    ("a buffer is written before its copy is done", "swapper"),
+    ("a gradient is summed before it has landed", "gradients"),
+    ("the worker does not wait for its copies", "gradients"),
+    ("updates behind a step are not waited for by a gather", "gradients"),
+    ("a block is written before its gradients have landed", "gradients"),
+    ("what a gradient had waits for the host", "growth"), ("a thread begins with another device", "growth"),
+])  # fmt: skip
 def test_a_mistake_with_a_device_is_found(mutation, found_by, tmp_path, monkeypatch):
     outcomes = on_stand_in(tmp_path, monkeypatch, [found_by], mutation)
     assert exit_status(outcomes) == 1

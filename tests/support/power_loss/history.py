@@ -175,7 +175,7 @@ class History:
         self._live = {node: dict(node.names) for node in self._nodes.values() if node.names is not None}
         self._sizes = {node: len(node.content) for node in self._nodes.values() if node.names is None}
         for at, event in enumerate(self.events):
-            self._TAKEN[type(event)](self, at, event)
+            getattr(self, f"_on_{type(event).__name__.lower()}")(at, event)
 
     @staticmethod
     def merged(folder: Path, recordings: Iterable[tuple[Files, Sequence[Event]]]) -> History:
@@ -405,18 +405,7 @@ class History:
     def _on_nothing(self, at: int, event: Event) -> None:
         """No change of a file."""
 
-    _TAKEN: dict[type[Event], Callable[..., None]] = {  # noqa: RUF012 - constant
-        Made: _on_made,
-        Linked: _on_linked,
-        Renamed: _on_renamed,
-        Removed: _on_removed,
-        Wrote: _on_wrote,
-        Resized: _on_resized,
-        Allocated: _on_allocated,
-        Synced: _on_synced,
-        Completed: _on_nothing,
-        Marked: _on_nothing,
-    }
+    _on_completed = _on_marked = _on_nothing
 
 
 def _put(content: bytearray, offset: int, data: bytes, fill: int) -> None:

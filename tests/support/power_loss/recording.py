@@ -323,24 +323,6 @@ def _remove(r: Recording, real: Any, path: Any, *, dir_fd: int | None = None) ->
         r.note(events.Removed, where)
 
 
-_OS_CALLS: dict[str, Callable[..., Any]] = {
-    "open": _open,
-    "write": _write,
-    "writev": _writev,
-    "pwrite": _pwrite,
-    "pwritev": _pwritev,
-    "sendfile": _sendfile,
-    "truncate": _truncate,
-    "ftruncate": _ftruncate,
-    "posix_fallocate": _posix_fallocate,
-    "fsync": _fsync,
-    "fdatasync": _fsync,
-    "mkdir": _mkdir,
-    "symlink": _symlink,
-    "link": _link,
-    "rename": _rename,
-    "replace": _rename,
-    "unlink": _remove,
-    "remove": _remove,
-    "rmdir": _remove,
-}
+_MADE = (_open, _write, _writev, _pwrite, _pwritev, _sendfile, _truncate, _ftruncate, _posix_fallocate, _fsync)
+_OS_CALLS = {call.__name__[1:]: call for call in (*_MADE, _mkdir, _symlink, _link, _rename, _remove)}
+_OS_CALLS |= {"fdatasync": _fsync, "replace": _rename, "unlink": _remove, "rmdir": _remove}
