@@ -115,6 +115,8 @@ def _replace(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
     remember_gatherers(model)
     records = {record.sharded_param: record for module in model.modules() for record in fsdp_params(module)}
     for name, param in model.named_parameters():
+        if param not in records:
+            continue  # a scalar, which is no shard: it is what it was
 
         def refuse(old: torch.Tensor, name: str = name) -> None:
             remedy = (

@@ -17,14 +17,18 @@ FROZEN_AND_TRAINED |= {"ranks": 2, "params": "nvme", "schedule": "backward", "or
 FROZEN_AND_TRAINED |= {"aio": ("pyuring", 1, "64KiB")}
 
 
+TWENTIETH = [pytest.param(seed, 10, 4, 600, marks=pytest.mark.timeout(600)) for seed in range(1, 6)]
+"""In five parts, which go side by side."""
+ALL = pytest.param(7, 1000, 400, 14400, marks=[pytest.mark.slow, pytest.mark.timeout(14400)])
+
+
 @SHARDS_CODES
-@pytest.mark.timeout(14400)
-@pytest.mark.parametrize(("runs", "kills"), [(50, 20), pytest.param(1000, 400, marks=pytest.mark.slow)])
-def test_drawn_runs_have_the_bits_of_a_run_in_memory(drive, runs, kills):
-    said = run_child(CHILD, drive, "--runs", runs, "--kills", kills, "--seed", runs, timeout=14400)
+@pytest.mark.parametrize(("seed", "runs", "kills", "patience"), [*TWENTIETH, ALL])
+def test_drawn_runs_have_the_bits_of_a_run_in_memory(drive, seed, runs, kills, patience):
+    said = run_child(CHILD, drive, "--runs", runs, "--kills", kills, "--seed", seed, timeout=patience)
     report = json.loads(said.splitlines()[-1])
     assert report["kills"] >= kills, said
-    assert report["refused"] <= report["runs"] // 50, said
+    assert report["refused"] <= report["runs"] // 10, said
 
 
 def test_drawn_runs_find_a_buffer_that_is_given_away_while_a_view_of_it_is_out(drive):
