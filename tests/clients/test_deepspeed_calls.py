@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import nvme_offload.deepspeed as deepspeed
-from nvme_offload import ConfigError
+from nvme_offload import ConfigError, get_full_param
 from nvme_offload.deepspeed import utils
 from tests.support.build import section
 from tests.support.ranks import run_ranks
@@ -39,7 +39,7 @@ def trained(engine, steps):
 
 
 def weights_of(engine):
-    return {name: utils.safe_get_full_fp32_param(param) for name, param in engine.named_parameters()}
+    return {name: get_full_param(param) for name, param in engine.named_parameters()}
 
 
 def state_of(engine):
@@ -103,6 +103,8 @@ def test_frozen_parameters_are_left_out_and_a_load_that_is_not_strict_keeps_the_
     utils.safe_set_full_fp32_param(engine.module[0].weight, torch.full((4, 4), 7.0))
     with pytest.raises(ValueError, match=r"not in the checkpoint: model\.0\.bias, model\.0\.weight"):
         engine.load_checkpoint(tmp_path / "saved")
+    utils.load_state_dict_from_zero_checkpoint(engine.module, tmp_path / "saved")
+    assert torch.equal(weights_of(engine)["1.weight"], whole["1.weight"])
     engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
     weights = weights_of(engine)
     assert weights.pop("0.weight").unique().tolist() == [7.0]
@@ -120,6 +122,8 @@ def test_values_of_parameters_are_read_and_set_by_deepspeeds_names(alone, tmp_pa
     param = engine.module[2].weight
     engine.backward(engine(torch.ones(2, 4)).float().square().sum())
     assert utils.safe_get_full_grad(param).abs().sum() > 0
+    frozen = engine.module[0].weight
+    assert (utils.safe_get_full_fp32_param(frozen), utils.safe_get_full_optimizer_state(frozen, "step")) == (None, None)
     utils.safe_set_full_grad(param, torch.zeros(3, 4))
     utils.safe_set_full_optimizer_state(param, torch.zeros(3, 4), "exp_avg")
     before = utils.safe_get_full_fp32_param(param)
@@ -197,9 +201,12 @@ class Borrowing(nn.Module):
         return x
 
 
-def test_a_registered_parameter_of_another_module_is_whole_in_a_forward(alone, tmp_path):
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_registered_parameter_of_another_module_is_whole_in_a_forward(alone, tmp_path, is_registered):
     torch.manual_seed(0)
     model, batch = Borrowing(), torch.ones(2, 8)
+    if not is_registered:  # the leaf, a list, has them all gathered with the model
+        deepspeed.zero.unregister_external_parameter(model, model.blocks[0][0].weight)
     expected = model(batch).detach()
     assert utils.set_z3_leaf_modules(model, [nn.ModuleList]) == utils.get_z3_leaf_modules(model) == [model.blocks]
     with pytest.raises(ValueError, match="No modules of type"):

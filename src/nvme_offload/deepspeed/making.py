@@ -111,11 +111,10 @@ def _blocks_of(model: nn.Module) -> list[str] | None:
     if not (external or leaves):
         return None
     names = {module: name for name, module in model.named_modules()}
-    units = outermost(
-        {each: None for each in (*find_units(model), *leaves) if any(True for _ in each.parameters())}, model
-    )
-    params = {unit: set(unit.parameters()) for unit in units}
-    return [names[unit] for unit in units if params[unit] and external.isdisjoint(params[unit])]
+    units = outermost(dict.fromkeys((*find_units(model), *leaves)), model)
+    lists = (nn.ModuleList, nn.ModuleDict)  # which have no forward before which they could be gathered
+    units = [unit for unit in units if not isinstance(unit, lists) and any(True for _ in unit.parameters())]
+    return [names[unit] for unit in units if external.isdisjoint(unit.parameters())]
 
 
 def _ours(optimizer: Optimizer) -> Callable[..., OffloadOptimizer]:

@@ -50,9 +50,17 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("nvme_offload.deepspeed")
 
-safe_get_full_fp32_param = get_full_param
 safe_get_full_grad = get_full_grad
-safe_get_full_optimizer_state = get_full_optimizer_state
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the whole value of a parameter, as `get_full_param`; None where it is frozen, as in DeepSpeed."""
+    return get_full_param(param) if param.requires_grad else None
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return the whole of a state, as `get_full_optimizer_state`; None where the parameter is frozen."""
+    return get_full_optimizer_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -155,8 +163,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the weights of a checkpoint of this package into a plain model, and return it; see above."""
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    """Load the weights of a checkpoint of this package into a model, plain or an engine's, and return it; see above.
+
+    Of an engine's model, whose masters are set, too, every rank must call it.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    for name, param in list(model.named_parameters()):
+        if isinstance(param, DTensor) and name in weights:
+            set_full_param(param, weights.pop(name))
+    model.load_state_dict(weights, strict=False)
     return model
 
 
