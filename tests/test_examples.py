@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.forked import ROOT, run_launched
+from tests.support.forked import ROOT, output_of, run_launched
 from tests.support.training import run_child
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -43,11 +42,8 @@ def launched(script, *arguments, folder):
 
 def by_torchrun(script, *arguments, folder):
     """The same through torch's own launcher, in processes that have imported nothing."""
-    command = [sys.executable, *LAUNCHER, str(RUNNER), str(EXAMPLES / script), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = (sys.executable, *LAUNCHER, RUNNER, EXAMPLES / script, *arguments)
+    return output_of(*command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def losses(output):

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from nvme_offload import CheckpointError, PeerError, ResumeError, SwapIOError
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.failing_drive import Failing, Op
-from tests.support.forked import ROOT
+from tests.support.forked import ROOT, output_of
 from tests.support.hosts import Place, run_on_hosts, why_not
 from tests.support.ranks import run_ranks
 from tests.support.resuming import fresh_engine, section, steps_of
@@ -214,9 +213,7 @@ def agent(rank, world_size, folder):
     end = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--max-restarts", "3"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *end, "script.py", folder / "nvme"]
     place = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=place, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return output_of(*command, cwd=folder, env=place).split()
 
 
 @on_hosts

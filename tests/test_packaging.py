@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.forked import ROOT, output_of, printed
+
 PARTS = ("aio_native", "offload", "optim", "perf")
 
 
@@ -29,7 +30,7 @@ def build(kind, source, target, scratch):
         "print(name, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    printed(done)
     return target / done.stderr.split()[-1]
 
 
@@ -135,15 +136,11 @@ class Environment:
     def install(self, *what):
         command = [sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "--quiet", "--no-index"]
         options = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--disable-pip-version-check"]
-        done = subprocess.run([*map(str, [*command, *options, *what])], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        output_of(*command, *options, *what)
 
     def run(self, program, *arguments, cwd, environment=None):
-        command = [str(self.bin / program), *map(str, arguments)]
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=kept | (environment or {}))
-        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-        return done.stdout
+        return output_of(self.bin / program, *arguments, cwd=cwd, env=kept | (environment or {}))
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
@@ -192,9 +189,7 @@ def test_a_wheel_installs_and_trains_where_there_is_no_compiler(wheel, workplace
     def run(*command):
         environment = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         environment |= {"PATH": path, "HOME": str(tmp_path)}
-        done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-        return done.stdout
+        return output_of(*command, cwd=workplace, env=environment)
 
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "--only-binary", ":all:", "-c", "constraints.txt", wheel)

@@ -4,30 +4,23 @@ import functools
 import http.server
 import os
 import re
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 import nvme_offload
 from tests.support.browser import BROWSER, MISSING, opened
+from tests.support.forked import ROOT, output_of
 
-ROOT = Path(__file__).parent.parent
 SOURCE = re.compile(r'href="https://github\.com/nvme-offload/nvme-offload/(?P<kind>blob|tree)/main/(?P<path>[^"#]+)')
 
 
 @pytest.fixture(scope="module")
 def site(once):
     def built(target):
-        done = subprocess.run(
-            [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "mkdocs.yml", "-d", target],
-            env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        command = (sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "mkdocs.yml", "-d", target)
+        output_of(*command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
         return target
 
     return once("site", built)

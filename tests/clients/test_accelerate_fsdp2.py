@@ -123,9 +123,7 @@ def train_and_resume(rank, world_size, folder, drive, kind):
 
 @client("accelerate", "FSDP2 plug-in, clipping, `save_state`, `load_state`")
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)])
-def test_it_trains_and_resumes_as_torch_adamw(tmp_path, kind):
-    drive = tmp_path / "drive"
-    drive.mkdir()
+def test_it_trains_and_resumes_as_torch_adamw(tmp_path, drive, kind):
     for runs in run_ranks(train_and_resume, 2, str(tmp_path), drive, kind):
         assert runs["offloaded"] == pytest.approx(runs["stock"], abs=1e-6, rel=0)
         assert runs["stock"][-1] < runs["stock"][0]

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -21,6 +20,7 @@ import nvme_offload
 import nvme_offload.deepspeed as deepspeed
 from nvme_offload.deepspeed.accelerator import get_accelerator
 from tests.support.build import section
+from tests.support.forked import output_of
 from tests.support.ranks import run_ranks
 from tests.support.small_llama import llama, rows
 
@@ -83,11 +83,8 @@ def test_images_by_torchrun_with_arguments_and_a_loader(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     arguments = ["train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
+    printed = output_of(*command, *arguments, cwd=tmp_path, env=environment, timeout=100)
+    said = sorted(line for line in printed.splitlines() if line.startswith("["))
     assert [line.split(", ")[:4] for line in said] == [["[0", "2", "4", "8"], ["[1", "2", "4", "8"]]
 
 

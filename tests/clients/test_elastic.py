@@ -1,7 +1,6 @@
 """torchrun starts the ranks again when one has died: a durable run goes on, to the weights of torch's AdamW."""
 
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.clients import SETTINGS, UNCHANGED, client
-from tests.support.forked import ROOT
+from tests.support.forked import ROOT, output_of
 
 STEPS, DIES_AFTER = 6, 3
 SCRIPT = """
@@ -57,20 +56,9 @@ def batch(step, rank):
 def test_ranks_that_are_started_again_go_on(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }  # without the last one gloo looks for the ranks of the first life
-    done = subprocess.run(
-        [*command, str(tmp_path / "train.py"), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else gloo looks for the ranks of the first life
+    output_of(*command, tmp_path / "train.py", tmp_path, env=environment, timeout=200)
     life, begin, found = torch.load(tmp_path / "end")
     assert life == 1
     assert 0 < begin <= DIES_AFTER + 1

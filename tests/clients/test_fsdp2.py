@@ -67,8 +67,6 @@ def with_both(rank, world_size, folder, drive):
 
 
 @client("torch", "`fully_shard`, `clip_grad_norm_`, checkpoint by `get_state_dict` and DCP", UNCHANGED, HIDES_SHARDS)
-def test_losses_are_those_of_torch_adamw_and_a_checkpoint_resumes(tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
+def test_losses_are_those_of_torch_adamw_and_a_checkpoint_resumes(tmp_path, drive):
     for theirs, ours in run_ranks(with_both, 2, str(tmp_path), drive):
         assert ours == pytest.approx(theirs, abs=1e-6, rel=0)

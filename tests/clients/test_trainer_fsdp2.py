@@ -75,9 +75,7 @@ def with_both(rank, world_size, folder, drive):
 
 
 @client("transformers", "`Trainer` with `fsdp=True`, version 2 (FSDP2), resume")
-def test_losses_are_those_of_torch_adamw_and_so_are_those_after_a_resume(tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
+def test_losses_are_those_of_torch_adamw_and_so_are_those_after_a_resume(tmp_path, drive):
     for theirs, ours, resumed in run_ranks(with_both, 2, str(tmp_path), drive):
         assert len(theirs) == STEPS
         assert ours == pytest.approx(theirs, abs=1e-6, rel=0)
@@ -98,9 +96,7 @@ def with_and_without_parts(rank, world_size, folder, drive):
     WITH_A_LINE,
     "`split_parameters` in `create_scheduler`",
 )
-def test_shards_in_parts_have_the_same_losses_and_so_have_those_after_a_resume(tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
+def test_shards_in_parts_have_the_same_losses_and_so_have_those_after_a_resume(tmp_path, drive):
     for whole, parts, resumed in run_ranks(with_and_without_parts, 2, str(tmp_path), drive):
         assert parts == whole
         assert resumed == parts[STEPS // 2 :]

@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, TensorSwapper
+from nvme_offload import TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.pairs import each_value_once
+from tests.support.swapper_tools import config_for, nvme_tier
 
 PATIENCE = 30.0
 SIZE = 8192
@@ -52,10 +52,8 @@ def in_time(call):
 @strided(61)
 @pytest.mark.parametrize(("name", "engine"), each_value_once([*CALLS], ["auto", "aiofiles"]))
 def test_a_swapper_goes_on(tmp_path, name, engine, strike, stride):
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "1MiB"}
-    section = {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine}}
     for interrupt in every(stride, strike):
-        swapper = TensorSwapper(section)
+        swapper = TensorSwapper(config_for(tmp_path, staging_budget="1MiB", engine=engine))
         swapper.swap_out("stored", OLD)
         swapper.swap_out("prefetched", OLD).wait()
         swapper.prefetch("prefetched")
@@ -84,9 +82,7 @@ class Cache:
     """A cache of five blocks in two buffers, and what is in them."""
 
     def __init__(self, folder, **arguments):
-        section = {"device": "nvme", "nvme_path": str(folder)}
-        config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": section}})
-        self.cache = BlockCache(NvmeTier(config), "numbers", 2, **arguments)
+        self.cache = BlockCache(nvme_tier(folder), "numbers", 2, **arguments)
         self.values = dict(enumerate(range(5)))
         self.cache.add([(f"numbers {number}", SIZE) for number in range(5)])
         for number in range(5):

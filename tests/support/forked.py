@@ -91,6 +91,17 @@ def run_code(
         return subprocess.CompletedProcess(code, child.exitcode, out, err)
 
 
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a child printed that ended well; otherwise what it said is in the failure."""
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def output_of(*command: object, **options: Any) -> str:
+    """Run a command; return what it prints."""
+    return printed(subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options))
+
+
 class ForkedChild:
     """It stands for the `subprocess.Popen` of `perf.measure.child`, and serves in a fork, which has imported all."""
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import nvme_offload.optim.durable.state
 from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
-from tests.support.forked import ROOT, run_code
+from tests.support.forked import ROOT, output_of, printed, run_code
 from tests.support.twins import round_states, split_reference, step_reference, twin_of
 
 BLOCK = 65536
@@ -193,9 +192,7 @@ class Twin:
                 )
 
 
-def take_steps(
-    optimizer: Any, params: Sequence[Parameter], *steps: int, twin: Twin | None = None, **grads: Any
-) -> None:
+def take_steps(optimizer: Any, params: list[Parameter], *steps: int, twin: Twin | None = None, **grads: Any) -> None:
     """Steps of an optimizer, and of a twin beside it, each with its gradients as `set_grads` makes them."""
     for step in steps:
         set_grads(params, step, **grads)
@@ -242,11 +239,6 @@ def run_child(
 
     `fresh`, or with a `prefix` of the command: in a process that has imported nothing, whose exit handlers run.
     """
-    given = [*map(str, arguments)]
     if fresh or prefix:
-        command = [*prefix, sys.executable, "-c", code, *given]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-    else:
-        done = run_code(code, given, timeout)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+        return output_of(*prefix, sys.executable, "-c", code, *arguments, cwd=ROOT, timeout=timeout)
+    return printed(run_code(code, [*map(str, arguments)], timeout))

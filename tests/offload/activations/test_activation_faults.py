@@ -13,6 +13,7 @@ import torch
 from nvme_offload import ActivationSwapper, FaultSpec, OutOfSpaceError, SwapIOError
 from tests.support.activations import KEEPS, Attending, KiB, Layers, batch, gradients, section, train_once
 from tests.support.failing_drive import Failing, Op
+from tests.support.forked import printed
 from tests.support.own_resources import Resources
 from tests.support.pairs import each_value_once
 from tests.support.sandbox import needs_mounts, run_python
@@ -121,15 +122,12 @@ with ActivationSwapper(section(sys.argv[1], host_budget=int(sys.argv[2])), model
 @pytest.mark.parametrize("budget", [400 * KiB, 64 * KiB])
 def test_a_full_disk_keeps_tensors_in_memory_while_the_budget_allows(tmp_path, budget):
     """612 KiB are saved, and 256 KiB fit on the disk."""
-    child = run_python(FULL, tmp_path, budget, mounts={tmp_path: "tmpfs,size=256k"})
-    assert child.returncode == 0, child.stdout + child.stderr
+    said = printed(run_python(FULL, tmp_path, budget, mounts={tmp_path: "tmpfs,size=256k"}))
     if budget == 400 * KiB:
-        assert child.stdout.split() == ["right", "right"]
+        assert said.split() == ["right", "right"]
     else:
-        assert child.stdout.count("OutOfSpaceError") == 2
-        assert re.search(
-            r"needed [\d.]+ KiB, free .* activations.host_budget, 64 KiB, .*activations.nvme_path", child.stdout
-        )
+        assert said.count("OutOfSpaceError") == 2
+        assert re.search(r"needed [\d.]+ KiB, free .* activations.host_budget, 64 KiB, .*activations.nvme_path", said)
 
 
 def test_failed_writes_are_logged_and_not_repeated_for_each_tensor(tmp_path, monkeypatch, caplog, expected):

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nvme_offload import CorruptionError, OffloadConfig, StateError, SwapIOError
+from nvme_offload import CorruptionError, StateError, SwapIOError
 from nvme_offload.offload.staging.block_cache import BlockCache
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from tests.support.swapper_tools import nvme_tier
 
 SIZE = 8192
 
@@ -20,11 +20,7 @@ def make_cache(tmp_path):
     caches = []
 
     def make(num_blocks=4, num_buffers=2, **arguments):
-        section = {"device": "nvme", "nvme_path": str(tmp_path)}
-        config = OffloadConfig.from_dict(
-            {"zero_optimization": {"offload_optimizer": section}, "aio": {"engine": "aiofiles"}}
-        )
-        cache = BlockCache(NvmeTier(config), "numbers", num_buffers, **arguments)
+        cache = BlockCache(nvme_tier(tmp_path, engine="aiofiles"), "numbers", num_buffers, **arguments)
         caches.append(cache)
         for block in cache.add([(f"numbers of block {number}", SIZE) for number in range(num_blocks)]):
             fill(cache, block, block.index)
@@ -110,9 +106,7 @@ def test_a_held_block_stays_and_too_many_are_refused_in_words(make_cache):
     first, second, third = cache.blocks
     cache.hold(first)
     cache.hold(second)
-    with pytest.raises(
-        StateError, match=r"numbers of block 2: .*all 2 are held: raise buffer_count of the tier of numb"
-    ):
+    with pytest.raises(StateError, match=r"numbers of block 2: .*all 2 are held: raise buffer_count of the tier of"):
         cache.hold(third)
     gives_up.append(first)
     cache.hold(third)

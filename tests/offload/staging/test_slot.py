@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig, StateError
+from nvme_offload import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import Residency, Slot, Staging
 from nvme_offload.offload.staging.use_order import UseOrder
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from tests.support.swapper_tools import nvme_tier
 
 SIZE = 8192
 
@@ -27,10 +27,7 @@ FOLLOWS = {
 
 @pytest.fixture(params=["auto", "aiofiles"])
 def staging(request, tmp_path):
-    section = {"device": "nvme", "nvme_path": str(tmp_path)}
-    tier = NvmeTier(
-        OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": section}, "aio": {"engine": request.param}})
-    )
+    tier = nvme_tier(tmp_path, engine=request.param)
     machine = Staging("numbers", tier, BufferPool(2, SIZE))
     yield machine
     tier.close()

@@ -17,6 +17,7 @@ from nvme_offload.offload.durable.directory import DurableDirectory
 from nvme_offload.offload.storage import swap_file
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 from nvme_offload.offload.storage.swap_space import SwapSpace
+from tests.support.forked import printed
 from tests.support.sandbox import needs_mounts, run_python
 
 
@@ -37,9 +38,8 @@ def open_space(tmp_path):
 
 
 def ranges_of(extents):
-    return sorted(
-        (stripe.fd, stripe.offset, stripe.offset + stripe.size_bytes) for extent in extents for stripe in extent.stripes
-    )
+    stripes = [stripe for extent in extents for stripe in extent.stripes]
+    return sorted((stripe.fd, stripe.offset, stripe.offset + stripe.size_bytes) for stripe in stripes)
 
 
 def overlap(ranges):
@@ -181,8 +181,7 @@ assert [stripe.offset for stripe in again.stripes] == [8 << 20, 8 << 20], again
     (tmp_path / "full").mkdir()
     (tmp_path / "roomy").mkdir()
     full = tmp_path / "full"
-    child = run_python(PRELUDE + code, full, tmp_path / "roomy", mounts={full: "tmpfs"})
-    assert child.returncode == 0, child.stderr
+    printed(run_python(PRELUDE + code, full, tmp_path / "roomy", mounts={full: "tmpfs"}))
 
 
 def test_whether_there_is_room_counts_what_is_free_inside(open_space, monkeypatch):

@@ -15,6 +15,7 @@ from nvme_offload import WeightsError, write_sharded
 from nvme_offload.offload.weights import writer
 from nvme_offload.offload.weights.reader import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, SafetensorsReader
 from nvme_offload.offload.weights.staging import STAGING, HiddenFolder
+from tests.support.forked import printed
 from tests.support.power_loss import Recording
 from tests.support.sandbox import needs_mounts, run_python
 from tests.support.training import assert_same_bits
@@ -68,9 +69,8 @@ def test_shards_have_the_hugging_face_layout(tmp_path):
     assert [file.name for file in files] == [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     assert index["metadata"] == {"total_size": 280}
-    assert {
-        name: load_file(tmp_path / place)[name] for name, place in index["weight_map"].items()
-    }.keys() == tensors.keys()
+    assert all(name in load_file(tmp_path / place) for name, place in index["weight_map"].items())
+    assert index["weight_map"].keys() == tensors.keys()
     for path in (tmp_path, tmp_path / INDEX_FILE):
         assert_same_bits(read_all(path), tensors)
     large = write_sharded(tmp_path / "large", [("a", torch.zeros(9)), ("b", torch.zeros(1))], max_shard_bytes=4)
@@ -163,9 +163,7 @@ def test_what_is_not_there_is_named(tmp_path):
         with pytest.raises(WeightsError, match="is no index"):
             SafetensorsReader(index)
     index.unlink()
-    with pytest.raises(
-        WeightsError, match=r"has model-00001-of-00002.* and no model.*index\.json.*export again, or fetch"
-    ):
+    with pytest.raises(WeightsError, match=r"has model-00001-of-00002.* and no model.*index\.json.*export again, or"):
         SafetensorsReader(tmp_path)
     files[0].rename(tmp_path / "first.safetensors")
     save_file({"layer.0": torch.zeros(1)}, tmp_path / "second.safetensors")
@@ -323,13 +321,8 @@ def test_an_index_names_files_in_its_folder_only(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "folder").mkdir()
     (folder / "up").symlink_to(tmp_path)
-    for place in (
-        "../secret.safetensors",
-        tmp_path / "secret.safetensors",
-        "up/secret.safetensors",
-        "x/../../secret",
-        "",
-    ):
+    name = "secret.safetensors"
+    for place in (f"../{name}", tmp_path / name, f"up/{name}", "x/../../secret", ""):
         with pytest.raises(WeightsError, match=r"which is not in its folder.*do not trust its source") as caught:
             SafetensorsReader(index_naming(folder, place))
         assert repr(str(place)) in str(caught.value)
@@ -406,5 +399,4 @@ with patch("shutil.disk_usage", return_value=type("Usage", (), {"free": 1 << 40}
 
 @needs_mounts
 def test_a_full_disk_leaves_nothing_behind_and_the_earlier_export(tmp_path):
-    done = run_python(FULL, tmp_path, mounts={tmp_path: "tmpfs"})
-    assert done.returncode == 0, done.stderr
+    printed(run_python(FULL, tmp_path, mounts={tmp_path: "tmpfs"}))

@@ -33,6 +33,7 @@ from tests.support.tiers import be_eager, wait_for_guessed
 from tests.support.views_out import watch
 
 WIDTH, LAYERS, STEPS = 48, 4, 2
+_COUNTED = ("device_state_bytes", "updates_behind", "updates_in_backward", "updates_taken_back")
 
 
 class Model(torch.nn.Module):
@@ -149,11 +150,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         "summed": summed,
         "worked": worked,
         "copies_where_it_computes": num_copies,
-        "device_state_bytes": stats.device_state_bytes,
-        "updates_behind": stats.updates_behind,
-        "updates_in_backward": stats.updates_in_backward,
-        "updates_taken_back": stats.updates_taken_back,
         "skipped": stats.skipped_steps,
+        **{name: getattr(stats, name) for name in _COUNTED},
     }
 
 

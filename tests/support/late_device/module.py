@@ -93,46 +93,21 @@ class _Module:
     default_stream = staticmethod(default_stream)
     set_device = staticmethod(set_device)
 
-    @staticmethod
-    def cudart() -> Any:
-        return SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister)
+    cudart = staticmethod(lambda: SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister))
 
     @staticmethod
     def get_device_properties(device: Any) -> Any:
         """It hangs on no bus."""
         return SimpleNamespace()
 
-    @staticmethod
-    def is_available() -> bool:
-        return LATE.available
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def device_count() -> int:
-        return NUM_DEVICES if LATE.available else 0
-
-    @staticmethod
-    def current_device() -> int:
-        return LATE.current
-
-    @staticmethod
-    def is_current_stream_capturing() -> bool:
-        return LATE.is_capturing
-
-    @staticmethod
-    def max_memory_reserved(device: Any = None) -> int:
-        return LATE.peak_bytes
-
-    @staticmethod
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return LATE.size_bytes - LATE.live_bytes, LATE.size_bytes
-
-    @staticmethod
-    def memory_reserved(device: Any = None) -> int:
-        return LATE.live_bytes + LATE.waiting_bytes
+    is_available = staticmethod(lambda: LATE.available)
+    is_initialized = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: NUM_DEVICES if LATE.available else 0)
+    current_device = staticmethod(lambda: LATE.current)
+    is_current_stream_capturing = staticmethod(lambda: LATE.is_capturing)
+    max_memory_reserved = staticmethod(lambda device=None: LATE.peak_bytes)
+    mem_get_info = staticmethod(lambda device=None: (LATE.size_bytes - LATE.live_bytes, LATE.size_bytes))
+    memory_reserved = staticmethod(lambda device=None: LATE.live_bytes + LATE.waiting_bytes)
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
@@ -151,25 +126,19 @@ class _Module:
         LATE.note_wait("synchronize")
         run_all()
 
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
+    _is_in_bad_fork = staticmethod(lambda: False)
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
         """Random numbers are the CPU's."""
 
-    @staticmethod
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         """The CPU's are set by whoever sets those of a device."""
 
-    @staticmethod
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
 _kept: list[Any] = []
