@@ -29,42 +29,18 @@ def sync_folder(folder):
     os.close(fd)
 
 
-def right(folder):
-    write(folder / "new", NEW)
-    os.rename(folder / "new", folder / "file")
-    sync_folder(folder)
-
-
-def right_with_one_durable_write(folder):
-    write(folder / "new", NEW, sync=False, flags=os.O_DSYNC)
-    os.rename(folder / "new", folder / "file")
-    sync_folder(folder)
-
-
-def file_not_synced(folder):
-    write(folder / "new", NEW, sync=False)
-    os.rename(folder / "new", folder / "file")
-    sync_folder(folder)
-
-
-def folder_not_synced(folder):
-    write(folder / "new", NEW)
+def renamed(folder):
     os.rename(folder / "new", folder / "file")
 
 
-def old_one_removed_before_the_name_is_on_the_drive(folder):
-    write(folder / "new", NEW)
+def removed(folder):
     os.unlink(folder / "file")
-    os.rename(folder / "new", folder / "file")
-    sync_folder(folder)
 
 
 def synced_before_it_is_written(folder):
     with (folder / "new").open("wb") as file:
         os.fsync(file.fileno())
         file.write(NEW)
-    (folder / "new").replace(folder / "file")
-    sync_folder(folder)
 
 
 def written_in_place(folder):
@@ -81,25 +57,34 @@ def one_durable_write_after_another_that_is_not(folder):
     fd = os.open(folder / "new", os.O_WRONLY | os.O_DSYNC)
     os.pwrite(fd, NEW[1000:], 1000)
     os.close(fd)
-    os.rename(folder / "new", folder / "file")
-    sync_folder(folder)
 
 
-WRONG_WHEN_KILLED = [old_one_removed_before_the_name_is_on_the_drive, written_in_place]
-WRONG = [
-    *WRONG_WHEN_KILLED,
-    file_not_synced,
-    folder_not_synced,
-    synced_before_it_is_written,
-    one_durable_write_after_another_that_is_not,
-]
+def written(**how):
+    return lambda folder: write(folder / "new", NEW, **how)
+
+
+RIGHT = {
+    "synced": (written(), renamed, sync_folder),
+    "one durable write": (written(sync=False, flags=os.O_DSYNC), renamed, sync_folder),
+}
+WRONG_WHEN_KILLED = {
+    "old one removed before the name is on the drive": (written(), removed, renamed, sync_folder),
+    "written in place": (written_in_place,),
+}
+WRONG = WRONG_WHEN_KILLED | {
+    "file not synced": (written(sync=False), renamed, sync_folder),
+    "folder not synced": (written(), renamed),
+    "synced before it is written": (synced_before_it_is_written, renamed, sync_folder),
+    "a write that does not last": (one_durable_write_after_another_that_is_not, renamed, sync_folder),
+}
 
 
 def recorded(folder, protocol):
     folder.mkdir()
     write(folder / "file", OLD)
     with Recording(folder) as recording:
-        protocol(folder)
+        for step in protocol:
+            step(folder)
         recording.mark("done")
     return recording.history()
 
@@ -110,7 +95,7 @@ def is_wrong(crash):
     return crash.image.get("file") not in allowed
 
 
-@pytest.mark.parametrize("protocol", [right, right_with_one_durable_write])
+@pytest.mark.parametrize("protocol", RIGHT.values(), ids=RIGHT)
 def test_a_right_protocol_holds(tmp_path, protocol):
     history = recorded(tmp_path / "folder", protocol)
     crashes = [*history.kills(), *history.power_losses(num_random=300)]
@@ -120,7 +105,7 @@ def test_a_right_protocol_holds(tmp_path, protocol):
 
 @pytest.mark.parametrize("protocol", WRONG)
 def test_a_wrong_protocol_is_found(tmp_path, protocol):
-    history = recorded(tmp_path / "folder", protocol)
+    history = recorded(tmp_path / "folder", WRONG[protocol])
     assert any(map(is_wrong, history.power_losses()))
     assert any(map(is_wrong, history.kills())) == (protocol in WRONG_WHEN_KILLED)
 

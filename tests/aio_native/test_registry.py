@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for part in ("aio_native", "offload", "optim", "perf") for path in (ROOT / part).rglob("*.py")]
 
 
+LISTS = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.ClassDef)
+
+
 def option_choices(command, name):
     (option,) = [option for option in command.params if name in option.opts]
     return option.metavar.split("|")
@@ -35,9 +38,8 @@ def test_an_entry_leads_to_its_engine(name):
 def test_every_python_engine_has_an_entry():
     for path in (ROOT / "aio_native").glob("*.py"):
         import_module(f"nvme_offload.aio_native.{path.stem}" if path.stem != "__init__" else "nvme_offload.aio_native")
-    ours = [
-        engine for engine in PythonEngine.__subclasses__() if engine.__module__.startswith("nvme_offload.aio_native.")
-    ]
+    engines = PythonEngine.__subclasses__()
+    ours = [engine for engine in engines if engine.__module__.startswith("nvme_offload.aio_native.")]
     assert {engine.name for engine in ours} < REGISTRY.keys()
     assert len(ours) > 1
 
@@ -76,8 +78,6 @@ def test_nobody_keeps_a_list_of_their_own():
     for path in SOURCES:
         if path.name != "registry.py":
             nodes = ast.walk(ast.parse(path.read_text()))
-            lists = [
-                node for node in nodes if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.ClassDef)
-            ]
+            lists = [node for node in nodes if isinstance(node, LISTS)]
             kept = [node.lineno for node in lists if len(names_in(node)) == len(ENGINES)]
             assert not kept, f"{path.name}:{kept}: take it from aio_native.registry"

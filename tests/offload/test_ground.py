@@ -189,9 +189,8 @@ def test_each_long_thing_has_one(alone, screen, tmp_path):
     def during(what, act):
         screen.text()
         result = act()
-        found = re.findall(
-            r"(?:initializing|loading|placing|writing|verifying|exporting|reading) the \w+", screen.text()
-        )
+        kinds = "initializing|loading|placing|writing|verifying|exporting|reading"
+        found = re.findall(rf"(?:{kinds}) the \w+", screen.text())
         seen[what] = list(dict.fromkeys(found))
         return result
 

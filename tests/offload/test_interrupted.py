@@ -9,7 +9,8 @@ from nvme_offload import TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.pairs import each_value_once
-from tests.support.swapper_tools import config_for, nvme_tier
+from tests.support.swapper_tools import config_for
+from tests.support.training import nvme_tier
 
 PATIENCE = 30.0
 SIZE = 8192

@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from typer.testing import CliRunner
@@ -152,6 +153,17 @@ class SmallRun:
     def close(self) -> None:
         self.tier.close()
         self.run.close()
+
+
+def committed(paths: Sequence[Path], *steps: int, snapshot: str | None = None, **more: Any) -> SmallRun:
+    """A run that is open, with commits of these steps, called by their place, and maybe a snapshot of the newest."""
+    run = SmallRun(paths, **more)
+    run.begin()
+    for number, step in enumerate(steps):
+        run.commit(str(number), step)
+    if snapshot is not None:
+        run.snapshot(snapshot)
+    return run
 
 
 def base_of(run: DurableRun, slot: int) -> Written:

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from nvme_offload import OffloadConfig
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.forked import printed
 from tests.support.sandbox import run_python
 
@@ -23,11 +21,6 @@ def config_for(*paths, staging_budget=256 * KiB, buffer_count=4, **aio):
     offload = {"device": "nvme", "nvme_path": [str(path) for path in paths]}
     offload |= {"staging_budget": staging_budget, "buffer_count": buffer_count}
     return {"zero_optimization": {"offload_optimizer": offload}, "aio": aio}
-
-
-def nvme_tier(path, **aio):
-    """A tier below `path`; `aio`: keys of that section."""
-    return NvmeTier(OffloadConfig.from_dict(config_for(path, **aio)))
 
 
 def random_bits(shape, dtype=torch.float32, seed=0):

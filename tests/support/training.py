@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 import nvme_offload.optim.durable.state
-from nvme_offload import FaultSpec, OffloadAdamW, UpdateRule
+from nvme_offload import FaultSpec, OffloadAdamW, OffloadConfig, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.optim.rules.adamw import AdamW
 from tests.support.forked import ROOT, output_of, printed, run_code
@@ -49,6 +49,11 @@ def section(
         "host_budget": host_budget,
         "device_budget": device_budget,
     }
+
+
+def nvme_tier(path: Path, **aio: Any) -> NvmeTier:
+    """A tier below `path`; `aio`: keys of that section."""
+    return NvmeTier(OffloadConfig.from_dict(section(path, **aio)))
 
 
 def param(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Parameter:
@@ -187,9 +192,8 @@ class Twin:
                 assert float(state[i].pop("step")) == self.steps[i]
             assert state[i].keys() == expected.keys()
             for name, values in expected.items():
-                np.testing.assert_array_equal(
-                    bits(state[i][name]), values.view(np.int32), err_msg=f"{name} of parameter {i}"
-                )
+                found = bits(state[i][name])
+                np.testing.assert_array_equal(found, values.view(np.int32), err_msg=f"{name} of parameter {i}")
 
 
 def take_steps(optimizer: Any, params: list[Parameter], *steps: int, twin: Twin | None = None, **grads: Any) -> None:

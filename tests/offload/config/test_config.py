@@ -120,9 +120,8 @@ def test_a_long_value_is_shortened():
     assert "x" * 60 not in str(caught.value)
 
 
-NAMES = sorted(
-    {name for _, model in sections(OffloadConfig) for name in (*model.model_fields, *model.IGNORED, *model.ONLY)}
-)
+OF_MODELS = [(*model.model_fields, *model.IGNORED, *model.ONLY) for _, model in sections(OffloadConfig)]
+NAMES = sorted({name for names in OF_MODELS for name in names})
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["auto", "1MiB"])
 )
@@ -189,9 +188,7 @@ def test_deepspeed_section_is_read_with_one_warning_that_says_why():
     {"deepspeed": {"zero_optimization": {"stage": 1}}},
 ], ids=lambda data: next(iter(data)))  # fmt: skip
 def test_a_section_for_deepspeed_without_clipping_is_told_what_that_means(data):
-    with pytest.warns(
-        ConfigWarning, match=r"gradient_clipping: DeepSpeed clips at 1\.0 .*; write 1\.0, or 0\.0"
-    ) as caught:
+    with pytest.warns(ConfigWarning, match=r"gradient_clipping: DeepSpeed clips at 1\.0 .*; write 1\.0, or") as caught:
         assert OffloadConfig.from_dict(data).gradient_clipping == 0.0
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -301,18 +298,16 @@ def test_a_folder_stands_for_state_on_that_drive(tmp_path):
     config = OffloadConfig.of(str(tmp_path))
     written = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
     assert config == OffloadConfig.of({**written, "offload": "auto"})
-    assert OffloadConfig.on_drive(tmp_path, gradient_clipping=1.0) == OffloadConfig.of(
-        {**written, "offload": "auto", "gradient_clipping": 1.0}
-    )
+    clipped = OffloadConfig.of({**written, "offload": "auto", "gradient_clipping": 1.0})
+    assert OffloadConfig.on_drive(tmp_path, gradient_clipping=1.0) == clipped
 
 
 def test_committed_page_and_schema_are_the_generated_ones():
     page = (DOCS / "configuration.md").read_text(encoding="utf-8")
     assert page == configuration_page.page(), "run python -m scripts.configuration_page > docs/configuration.md"
     schema = json.loads((DOCS / "configuration.schema.json").read_text(encoding="utf-8"))
-    assert schema == json.loads(json.dumps(configuration_page.json_schema())), (
-        "the same with --schema > docs/configuration.schema.json"
-    )
+    made = json.loads(json.dumps(configuration_page.json_schema()))
+    assert schema == made, "the same with --schema > docs/configuration.schema.json"
 
 
 def test_page_lists_every_key():

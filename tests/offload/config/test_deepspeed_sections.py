@@ -186,19 +186,10 @@ def test_contradictions_of_all_sections_are_told_at_once_beside_other_errors():
         ZERO: {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
     }
     assert {problem.split(" = ")[0] for problem in problems_of(section)} == {
-        "aio.path_weights",
-        "aio.queue_depth",
-        "fp16.min_loss_scale",
-        "gradient_accumulation_dtype",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "scheduler.params.total_num_steps",
-        "scheduler.params.warmup_max_lr",
-        "tensor_parallel",
-        "torch_autocast.dtype",
-        "torch_autocast.enabled",
-        f"{ZERO}.offload_optimizer.nvme_path",
-        f"{ZERO}.offload_param.nvme_path",
+        *("aio.path_weights", "aio.queue_depth", "fp16.min_loss_scale", "gradient_accumulation_dtype"),
+        *("optimizer.params.betas", "optimizer.params.eps", "tensor_parallel", "torch_autocast.enabled"),
+        *("torch_autocast.dtype", "scheduler.params.total_num_steps", "scheduler.params.warmup_max_lr"),
+        *(f"{ZERO}.offload_optimizer.nvme_path", f"{ZERO}.offload_param.nvme_path"),
     }
 
 
@@ -223,28 +214,17 @@ AUTO = {
 }  # fmt: skip
 
 
+ARGUMENTS = {
+    "world_size": 2, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_grad_norm": 0.7,
+    "learning_rate": 2e-5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.01,
+    "fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False, "max_steps": -1,
+    "get_warmup_steps": lambda num_training_steps: num_training_steps // 10,
+}  # fmt: skip
+"""What is read of ``transformers.TrainingArguments``."""
+
+
 def arguments(**more):
-    """What is read of ``transformers.TrainingArguments``."""
-    return SimpleNamespace(
-        **{
-            "world_size": 2,
-            "per_device_train_batch_size": 3,
-            "gradient_accumulation_steps": 4,
-            "max_grad_norm": 0.7,
-            "learning_rate": 2e-5,
-            "adam_beta1": 0.8,
-            "adam_beta2": 0.95,
-            "adam_epsilon": 1e-6,
-            "weight_decay": 0.01,
-            "fp16": False,
-            "fp16_full_eval": False,
-            "bf16": True,
-            "bf16_full_eval": False,
-            "max_steps": -1,
-            "get_warmup_steps": lambda num_training_steps: num_training_steps // 10,
-            **more,
-        }
-    )
+    return SimpleNamespace(**ARGUMENTS | more)
 
 
 def resolved(section, args, steps=100):
@@ -261,13 +241,9 @@ def test_auto_that_nobody_resolves_is_the_default_and_one_warning_names_it():
     assert warning.filename == __file__
     _, _, told = str(warning.message).partition('"auto", and nobody to resolve it, so the default')
     assert set(re.findall(r"(?m)^  ([\w.]+): ", told)) == {
-        "fp16.enabled",
-        "bf16.enabled",
+        *("fp16.enabled", "bf16.enabled", "gradient_accumulation_steps", "gradient_clipping"),
         *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
+        *("train_batch_size", "train_micro_batch_size_per_gpu"),
     }
     assert "  gradient_clipping: 0.0" in told
 
@@ -290,14 +266,8 @@ def test_auto_is_resolved_from_training_arguments(tmp_path, wrapped):
     assert resolved(path, arguments()) == config
     assert config.batch_sizes(2) == (24, 3, 4)
     assert (config.compute_dtype, config.gradient_clipping) == ("bf16", 0.7)
-    expected = {
-        "lr": 2e-5,
-        "betas": (0.8, 0.95),
-        "eps": 1e-6,
-        "weight_decay": 0.01,
-        "state_dtype": "fp32",
-        "bias_correction": True,
-    }
+    expected = {"lr": 2e-5, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.01}
+    expected |= {"state_dtype": "fp32", "bias_correction": True}
     assert config.optimizer.hyperparameters == expected
     schedule = config.scheduler.params
     assert (schedule.warmup_min_lr, schedule.warmup_max_lr) == (0, 2e-5)
@@ -311,13 +281,8 @@ def test_what_the_arguments_contradict_is_refused_with_all_else():
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_training_arguments(section, arguments())
     problems = {problem.split(" = ")[0]: problem for problem in caught.value.problems}
-    assert set(problems) == {
-        "gradient_clipping",
-        "optimizer.params.lr",
-        "scheduler.params.warmup_num_steps",
-        "scheduler.params.total_num_steps",
-        "aio.x",
-    }
+    steps = {f"scheduler.params.{name}" for name in ("warmup_num_steps", "total_num_steps")}
+    assert set(problems) == {"gradient_clipping", "optimizer.params.lr", "aio.x", *steps}
     assert 'args.max_grad_norm is 0.7; write "auto"' in problems["gradient_clipping"]
     assert "pass num_training_steps=" in problems["scheduler.params.warmup_num_steps"]
     with pytest.raises(ConfigError, match=r"SimpleNamespace: .*per_device_train_batch_size.*TrainingArguments"):

@@ -1,6 +1,7 @@
 """Who has a durable run, until its last transfer has ended; and its snapshots, which come and go in two halves."""
 
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -21,7 +22,7 @@ from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.run_directory import PREFIX as OTHER_PREFIX
 from nvme_offload.offload.storage.run_directory import remove_leftovers
-from tests.support.durable_run import UUID, SmallRun, name_of, offload_runs
+from tests.support.durable_run import UUID, SmallRun, committed, name_of, offload_runs
 from tests.support.failing_drive import flip_bit
 from tests.support.killed_histories import DiesAtAChange
 from tests.support.killed_steps import fork
@@ -32,9 +33,7 @@ BUSY = [SlotLayout(ExtentLayout(32 << 20, 0, 4096))]
 
 def hold(path, say):
     """Be in a run."""
-    small = SmallRun([path], engine="auto")
-    small.begin()
-    small.commit("0", 0)
+    small = committed([path], 0, engine="auto")
     small.tier.register([small.pool])
     say("files" if small.tier.registration.files else "no files")
     signal.pause()
@@ -42,9 +41,7 @@ def hold(path, say):
 
 def write_without_end(path, say):
     """Commit, and have more writes in flight than can be done."""
-    small = SmallRun([path], engine="auto", layouts=BUSY)
-    small.begin()
-    small.commit("0", 0)
+    small = committed([path], 0, engine="auto", layouts=BUSY)
     extent, buffer = small.run.extents.to_rewrite(0), small.pool.acquire()
     buffer.view(torch.uint8, 0, buffer.size_bytes).fill_(0xDD)
 
@@ -122,9 +119,8 @@ def test_a_run_that_is_alive_is_not_taken(tmp_path):
 
 
 def test_other_names_and_ranks_are_other_runs(tmp_path):
-    runs = [
-        DurableRun([tmp_path], name=name, rank=rank, direct="optional") for name in ("a", "b-rank0") for rank in (0, 1)
-    ]
+    names = itertools.product(("a", "b-rank0"), (0, 1))
+    runs = [DurableRun([tmp_path], name=name, rank=rank, direct="optional") for name, rank in names]
     assert len({run.folder for run in runs}) == 4
     for run in runs:
         assert run.folder.stat().st_mode & 0o777 == 0o700
@@ -202,19 +198,12 @@ def test_a_run_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
     swap.close()
 
 
-def test_no_run_takes_it_for_a_leftover(tmp_path):
+def test_no_run_takes_it_for_a_leftover_and_it_clears_those_of_others_away(tmp_path):
     """Today's rule, and that of every version before: a name of this form, whatever is in it."""
-    opened(tmp_path).close()
-    (tmp_path / f"{OTHER_PREFIX}1-0").mkdir()
-    remove_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
-    assert not list(tmp_path.glob(f"*{OTHER_PREFIX}*"))
-
-
-def test_leftovers_of_other_runs_are_cleared_away(tmp_path):
-    (tmp_path / f"{OTHER_PREFIX}1-0").mkdir()
-    opened(tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
+    for clear in (lambda: opened(tmp_path).close(), lambda: remove_leftovers(tmp_path)):
+        (tmp_path / f"{OTHER_PREFIX}1-0").mkdir()
+        clear()
+        assert [path.name for path in tmp_path.iterdir()] == ["nvme-durable-small-rank0"]
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
@@ -235,11 +224,9 @@ def test_names_are_found_again(tmp_path):
     assert directory.parse_directory(tmp_path / "nvme-offload-1-0") is None
 
 
-def committed(*paths, name="small", step=0):
+def left_behind(*paths, name="small", step=0):
     """The folder of a run that has committed, and nobody is in."""
-    run = SmallRun([*paths], name=name)
-    run.begin()
-    run.commit("0", step)
+    run = committed(paths, step, name=name)
     run.close()
     return run.run.folder
 
@@ -248,7 +235,7 @@ def test_other_paths_are_refused(tmp_path):
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.mkdir()
-    committed(*paths[:2])
+    left_behind(*paths[:2])
     for others in (paths[1::-1], paths[:1], [paths[0], paths[2]]):
         with pytest.raises(ResumeError, match="give nvme_path the folders that it had, in the same order"):
             DurableRun(others, name="small", rank=0, direct="optional")
@@ -258,7 +245,7 @@ def test_other_paths_are_refused(tmp_path):
 
 
 def test_another_runs_uuid_is_refused(tmp_path):
-    committed(tmp_path)
+    left_behind(tmp_path)
     run = opened(tmp_path)
     with pytest.raises(ResumeError, match="other ranks have another under this name"):
         run.identify({}, "another", {})
@@ -267,7 +254,7 @@ def test_another_runs_uuid_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("content", "said"), [("{", "cannot be read"), ('{"format": 99}', "format 99")])
 def test_a_damaged_description_is_said(tmp_path, content, said):
-    (committed(tmp_path) / "run.json").write_text(content)
+    (left_behind(tmp_path) / "run.json").write_text(content)
     with pytest.raises(ResumeError, match=said):
         opened(tmp_path)
     with pytest.raises(ResumeError):  # nobody is left in it
@@ -286,11 +273,7 @@ def entered(folder, *, goes_on=True):
 @pytest.fixture
 def folder(in_memory):
     """With a run of two commits that nobody is in."""
-    run = SmallRun([in_memory])
-    run.begin()
-    run.commit("0", 0)
-    run.commit("1", 1)
-    run.close()
+    committed([in_memory], 0, 1).close()
     return in_memory
 
 
@@ -399,7 +382,7 @@ def test_a_full_disk_is_named_where_the_owner_is_noted(drive, monkeypatch):
     ),
 )
 def test_what_is_no_file_is_neither_opened_nor_followed(drive, precious, name, kind):
-    folder = committed(drive)
+    folder = left_behind(drive)
     (folder / name).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(folder / name)
@@ -432,8 +415,8 @@ STRANGE = [
 
 @pytest.mark.parametrize(("change", "words"), STRANGE)
 def test_a_folder_that_is_not_this_users_alone_is_refused_listed_and_never_removed(drive, change, words):
-    folder = committed(drive)
-    committed(drive, name="other", step=3)
+    folder = left_behind(drive)
+    left_behind(drive, name="other", step=3)
     change(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ForeignFolderError, match=words) as caught:
@@ -454,7 +437,7 @@ def test_a_folder_that_is_not_this_users_alone_is_refused_listed_and_never_remov
 def test_files_have_mode_0600_whatever_the_umask(drive, mask):
     before = os.umask(mask)
     try:
-        folder = committed(drive)
+        folder = left_behind(drive)
         SmallRun([drive]).close()
     finally:
         os.umask(before)

@@ -19,7 +19,7 @@ from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable.committer import Committer
 from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
 from nvme_offload.offload.durable.run import DurableRun
-from tests.support.durable_run import HEADER, SmallRun, offload_runs
+from tests.support.durable_run import HEADER, committed, offload_runs
 from tests.support.durable_run import sealed as with_digest
 from tests.support.interrupts import Struck, every, raise_struck
 from tests.support.training import run_child
@@ -266,9 +266,10 @@ def with_row(column, value):
 
 
 def with_entry(slot=0, content_bytes=64):
-    return with_tables(
-        lambda tables: tables.update(log=np.array([[slot, content_bytes, *tables["slots"][0]]], np.int64))
-    )
+    def add(tables):
+        tables["log"] = np.array([[slot, content_bytes, *tables["slots"][0]]], np.int64)
+
+    return with_tables(add)
 
 
 MANIFESTS = {
@@ -331,14 +332,8 @@ ABOUT = {
 def runs(tmp_path_factory):
     """A run with two commits and a snapshot, and another one beside it; nobody is in them."""
     path = tmp_path_factory.mktemp("runs")
-    for name in ("small", "other"):
-        small = SmallRun([path], name=name)
-        small.begin()
-        small.commit("0", 0)
-        small.commit("1", 1)
-        if name == "small":
-            small.snapshot("kept")
-        small.close()
+    committed([path], 0, 1, snapshot="kept").close()
+    committed([path], 0, 1, name="other").close()
     return path
 
 
@@ -350,14 +345,16 @@ def folder(runs, tmp_path):
 
 def refused(folder, words):
     """The run is refused in these words, without a byte more of the drive; it is marked, and the other one listed."""
-    before = {
-        path.name: (path.stat().st_blocks, path.read_bytes()) for path in folder.iterdir() if path.name != "owner"
-    }
+
+    def content():
+        files = [path for path in folder.iterdir() if path.name != "owner"]
+        return {path.name: (path.stat().st_blocks, path.read_bytes()) for path in files}
+
+    before = content()
     with pytest.raises(ResumeError, match=words) as caught:
         DurableRun([folder.parent], name="small", rank=0, direct="optional").space.close()
     assert str(folder) in str(caught.value)
-    after = {path.name: (path.stat().st_blocks, path.read_bytes()) for path in folder.iterdir() if path.name != "owner"}
-    assert after == before
+    assert content() == before
     code, output = offload_runs(folder.parent)
     listed = " ".join(output.split())
     assert code == 0, output

@@ -47,9 +47,8 @@ def rewrite(ring: ExtentRing, slot: int) -> None:
 
 
 def append(ring: ExtentRing, slot: int) -> None:
-    assert ring.seal_entry(slot, MEMORY, CONTENT.state_bytes, Sums(torch.full((1,), next(NUMBERS)), NO_SUMS)) == (
-        CONTENT.size_bytes
-    )
+    sums = Sums(torch.full((1,), next(NUMBERS)), NO_SUMS)
+    assert ring.seal_entry(slot, MEMORY, CONTENT.state_bytes, sums) == CONTENT.size_bytes
 
 
 class Drive:
@@ -324,10 +323,8 @@ def test_a_chain_is_read_as_one_extent(space):
     segments = reading.segments(0)
     assert [s.address for s in segments] == [sum(x.size_bytes for x in segments[:i]) for i in range(len(segments))]
     inside = [(s.fd, s.offset, s.size_bytes) for extent in extents for s in extent.stripes]
-    for stripe in reading.stripes:
-        assert any(
-            f == stripe.fd and o <= stripe.offset and stripe.offset + stripe.size_bytes <= o + n for f, o, n in inside
-        )
+    for fd, start, size in reading.stripes:
+        assert any(fd == f and o <= start and start + size <= o + n for f, o, n in inside)
 
 
 def test_a_manifest_of_bases_alone_may_have_no_table_of_entries(space):

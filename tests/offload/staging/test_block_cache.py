@@ -9,7 +9,7 @@ import torch
 
 from nvme_offload import CorruptionError, StateError, SwapIOError
 from nvme_offload.offload.staging.block_cache import BlockCache
-from tests.support.swapper_tools import nvme_tier
+from tests.support.training import nvme_tier
 
 SIZE = 8192
 

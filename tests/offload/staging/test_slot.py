@@ -10,7 +10,7 @@ from nvme_offload import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.slot import Residency, Slot, Staging
 from nvme_offload.offload.staging.use_order import UseOrder
-from tests.support.swapper_tools import nvme_tier
+from tests.support.training import nvme_tier
 
 SIZE = 8192
 

@@ -25,9 +25,8 @@ def make():
 
 
 def to_error(failure):
-    return SwapIOError(
-        failure.errno, path="/swap", offset=failure.offset, size_bytes=failure.size_bytes, direction="read"
-    )
+    where = {"offset": failure.offset, "size_bytes": failure.size_bytes, "direction": "read"}
+    return SwapIOError(failure.errno, path="/swap", **where)
 
 
 def later(action, *arguments, seconds=0.03):

@@ -67,9 +67,8 @@ def examine_confined(configs, *folders, **confinement):
 
 
 def findings_of(document, title=""):
-    return {
-        f["check"]: f for group in document["groups"] for f in group["findings"] if group["title"].startswith(title)
-    }
+    groups = [group for group in document["groups"] if group["title"].startswith(title)]
+    return {finding["check"]: finding for group in groups for finding in group["findings"]}
 
 
 def levels(findings):
@@ -179,9 +178,8 @@ class TestConfiguration:
         assert {f"Path {place}" for place in places} <= {group["title"] for group in document["groups"]}
         for key, place in (("zero_optimization", places[1]), ("activations", places[3])):
             tiers.pop("offload_optimizer", None)
-            document = examine(
-                "--config", write_config(tmp_path / "c.json", {"bf16": section["bf16"], key: section[key]})
-            )
+            written = write_config(tmp_path / "c.json", {"bf16": section["bf16"], key: section[key]})
+            document = examine("--config", written)
             assert "device" not in findings_of(document, "Configuration")
             assert findings_of(document, f"Path {place}")["sample"]["level"] == "ok"
 

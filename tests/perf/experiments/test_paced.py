@@ -12,9 +12,7 @@ from tests.perf.experiments.running import results, said
 RATE = 2e9
 BY_BLOCKS = '{"micro_batch_order": "vertical"}'
 ONE_BY_ONE = '{"micro_batch_order": "horizontal"}'
-IN_BACKWARD = (
-    '{"micro_batch_order": "vertical", "overlap_step": "backward", "gradient_clipping": 0, "skip_non_finite": false}'
-)
+IN_BACKWARD = BY_BLOCKS[:-1] + ', "overlap_step": "backward", "gradient_clipping": 0, "skip_non_finite": false}'
 
 
 def trained(offload):
@@ -34,9 +32,8 @@ def trained(offload):
 
 def test_a_paced_drive_keeps_bytes_and_pace(tmp_path):
     state = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "8MiB"}
-    offload = OffloadConfig.from_dict(
-        {"zero_optimization": {"offload_optimizer": state}, "aio": {"engine": STANDS_IN_FOR}}
-    )
+    section = {"zero_optimization": {"offload_optimizer": state}, "aio": {"engine": STANDS_IN_FOR}}
+    offload = OffloadConfig.from_dict(section)
     expected, *_ = trained({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     with paced_drive() as pace:
         pace.rate = RATE

@@ -32,9 +32,8 @@ def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path):
 
 def test_a_table_that_is_too_wide_either_way_has_cells_of_several_lines(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    run_experiment(
-        "costs", "Costs", [Row({"what": f"a long operation {n}", "ratio": "0.93 (0.90 to 0.97)"}, {}) for n in range(9)]
-    )
+    rows = [Row({"what": f"a long operation {n}", "ratio": "0.93 (0.90 to 0.97)"}, {}) for n in range(9)]
+    run_experiment("costs", "Costs", rows)
     assert "what ratio" in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 

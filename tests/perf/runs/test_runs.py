@@ -12,7 +12,7 @@ import pytest
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
 from tests.perf.test_malformed import FILES
-from tests.support.durable_run import IDENTITY, SmallRun, offload_runs
+from tests.support.durable_run import IDENTITY, SmallRun, committed, offload_runs
 from tests.support.failing_drive import dead
 
 
@@ -26,11 +26,7 @@ def paths(in_memory):
 
 @pytest.fixture
 def small(paths):
-    run = SmallRun(paths)
-    run.begin()
-    run.commit("0", 0)
-    run.commit("1", 7)
-    run.snapshot("kept")
+    run = committed(paths, 0, 7, snapshot="kept")
     yield run
     run.close()
 
@@ -88,12 +84,8 @@ def test_nothing_is_changed(small, paths):
 
 def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
     monkeypatch.setitem(IDENTITY, "num_ranks", 5)
-    for rank, names in ((0, "01"), (1, "0"), (3, "01")):
-        run = SmallRun([in_memory], rank=rank)
-        run.begin()
-        for step, name in enumerate(names):
-            run.commit(name, step)
-        run.close()
+    for rank, count in ((0, 2), (1, 1), (3, 2)):
+        committed([in_memory], *range(count), rank=rank).close()
     assert find_runs([in_memory])[0].step == 0
     _, run, said = lines(in_memory)
     assert (run[2], run[5]) == ("0", "0..3 of 5")
@@ -201,10 +193,7 @@ def test_one_bad_run_takes_no_other_along(paths, place):
     """Whatever is in its place, the others are listed."""
     folders = {}
     for name in ("good", *FILES):
-        run = SmallRun(paths, name=name.replace(" ", "-"))
-        run.begin()
-        run.commit("0", 0)
-        run.snapshot("kept")
+        run = committed(paths, 0, snapshot="kept", name=name.replace(" ", "-"))
         folders[name] = run.run.folder
         run.close()
     for kind in FILES.keys() - {"longer than any"} if place else FILES:

@@ -362,9 +362,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
         return _copy(target, source, non_blocking)
 
 
-def empty(
-    size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any
-) -> torch.Tensor:
+def empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any) -> LateTensor:
     """``aten::empty.memory_format``."""
     with LOCK:
         room = torch.empty(size, dtype=dtype or torch.get_default_dtype(), device="cpu")

@@ -47,9 +47,8 @@ class Case:
 
     def keeping(self, calls: Sequence[int], num_faults: Sequence[int]) -> Case:
         """With these calls and faults alone, by place."""
-        return replace(
-            self, calls=tuple(self.calls[i] for i in calls), faults=tuple(self.faults[i] for i in num_faults)
-        )
+        kept = tuple(self.faults[i] for i in num_faults)
+        return replace(self, calls=tuple(self.calls[i] for i in calls), faults=kept)
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.subject} {dict(self.options)}"]
@@ -87,9 +86,8 @@ def draw_faults(draw: random.Random, *, checksums: bool) -> tuple[DriveFault, ..
     for _ in range(draw.randint(1, 4)):
         kind = draw.choice(kinds)
         most = 15 if kind in ("short", "eintr", "eagain") else 12
-        faults.append(
-            DriveFault(kind, draw.randint(1, 60), draw.randint(1, most), draw.choice((None, Op.READ, Op.WRITE)))
-        )
+        first, count = draw.randint(1, 60), draw.randint(1, most)
+        faults.append(DriveFault(kind, first, count, draw.choice((None, Op.READ, Op.WRITE))))
     return tuple(faults)
 
 

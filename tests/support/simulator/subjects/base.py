@@ -56,9 +56,8 @@ class Subject:
             return
         assert isinstance(error, SwapIOError), repr(error)
         possible = {"eio": 5, "enospc": 28, "eintr": 4, "eagain": 11}
-        codes = {possible[kind] for kind in self.drive.struck if kind in possible} | (
-            {28} if self.case.full_at else set()
-        )
+        struck = {*self.drive.struck, *(["enospc"] if self.case.full_at else [])}
+        codes = {possible[kind] for kind in struck if kind in possible}
         assert error.errno in codes, f"not injected: {error!r}"
 
     def attempt(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

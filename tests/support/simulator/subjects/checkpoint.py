@@ -207,9 +207,8 @@ class CheckpointSubject(Subject):
     def do_save(self, draw: random.Random, strike: Strike | None) -> None:
         tag = draw.choice(TAGS)
         name, before = tag or f"global_step{self.position}", self._names()
-        error, cut = self._struck(
-            strike, lambda: self._disk_attempt(lambda: self.engine.save_checkpoint(self.root, tag))
-        )
+        save = functools.partial(self.engine.save_checkpoint, self.root, tag)
+        error, cut = self._struck(strike, lambda: self._disk_attempt(save))
         if cut is not None:
             self._look(name)
         elif error is not None:

@@ -255,9 +255,7 @@ class OptimizerSubject(Subject):
         elif halfway:
             assert f"step {before + 1} stopped after" in note, note
         else:
-            assert note.startswith(
-                f"Step {before + 1} is complete" if complete else f"Step {before + 1} has updated"
-            ), note
+            assert note.startswith(f"Step {before + 1} {'is complete' if complete else 'has updated'}"), note
 
     # States.
 

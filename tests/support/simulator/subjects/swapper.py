@@ -103,9 +103,8 @@ class SwapperSubject(Subject):
     def do_synchronize(self, draw: random.Random, strike: Strike | None) -> None:
         _, cut = self.player.struck(strike, self.swapper.synchronize)
         if cut is None:
-            assert self.swapper.pool.num_free == self.swapper.pool.num_buffers, (
-                "a buffer is held: something is under way"
-            )
+            pool = self.swapper.pool
+            assert pool.num_free == pool.num_buffers, "a buffer is held: something is under way"
             assert all(each.transfer.done() for waiting in self.pending.values() for each in waiting)
 
     def do_stats(self, draw: random.Random, strike: Strike | None) -> None:
