@@ -357,7 +357,7 @@ def test_a_change_after_an_evaluation_is_in_what_is_saved(alone, tmp_path):
     with torch.no_grad():
         engine(torch.ones(2, 4))  # which leaves gathered copies, at stages below 3
     expected = engine.module[0].weight.full_tensor() + 1
-    engine.module[0].weight.data += 1
+    engine.module[0].weight.data.add_(1)
     assert engine.save_16bit_model(tmp_path / "weights", "model.safetensors")
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["0.weight"], expected.bfloat16())
     with pytest.warns(RuntimeWarning, match=r"has the shards of this rank.*save_16bit_model"):
