@@ -26,6 +26,11 @@ from nvme_offload.offload.units import format_bytes, round_up
 HUGE_PAGE_BYTES = 2 << 20
 """Bytes of a huge page, on x86-64 and, with 4 KiB pages, on arm64."""
 
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_of_parent: list[mmap.mmap] = []
+# For good: who lets go of one unmaps what the child has at these addresses by then, such as memory of its malloc.
+os.register_at_fork(after_in_child=lambda: _of_parent.extend(_maps))
+
 MAX_REGISTERED_BYTES = 1 << 30
 """The kernel registers at most 1 GiB as one buffer (io_uring_register(2), IORING_REGISTER_BUFFERS)."""
 
@@ -49,6 +54,7 @@ class HostRegion:
             self._map = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"cannot map {format_bytes(self.size_bytes)} of host memory: {error}") from error
+        _maps.add(self._map)
         self._map.madvise(mmap.MADV_DONTFORK)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._start = -start % HUGE_PAGE_BYTES if huge else 0

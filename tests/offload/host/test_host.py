@@ -85,6 +85,22 @@ def registered(late, monkeypatch):
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_forked_child_that_drops_a_region_keeps_what_it_has_at_its_addresses(in_a_cycle):
+    region = HostRegion(1 << 20)
+    held = SimpleNamespace(region=region, view=region.view(torch.uint8, 0, 8))
+    held.itself = held if in_a_cycle else None
+    addresses = range(region.address, region.address + region.size_bytes)
+    del region
+    if (pid := os.fork()) == 0:
+        mine = [HostRegion(1 << 20).view(torch.uint8, 0, 1 << 20).fill_(7) for _ in range(32)]
+        is_there = any(tensor.data_ptr() in addresses for tensor in mine)
+        del held
+        gc.collect()
+        os._exit(0 if is_there and all(bool((tensor == 7).all()) for tensor in mine) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_a_pinned_region_that_is_dropped_is_unpinned_before_its_pages_go(registered, in_a_cycle):
     region = HostRegion(4096)
     region.pin(torch.device("late"))
