@@ -2,7 +2,8 @@
 
     python -m tests.support.drawn_runs FOLDER --runs 1000 --kills 400 --seed 0
 
-Drawn are rule, precision, frozen base, tiers, activations, buffers, schedule, order, ranks, and how long state lasts.
+Drawn are rule, precision, frozen base, stage, tiers, activations, buffers, schedule, order, which blocks are used, what
+overflows, ranks, and how long state lasts.
 Staging buffers are guarded meanwhile (`views_out`). What lasts is killed, too (`killed_steps`). A case that goes wrong
 is printed; ``--case`` runs it again, ``--mistake`` puts the one back that the guard is for.
 """
@@ -27,7 +28,7 @@ from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of,
 from tests.support.ranks import run_ranks
 from tests.support.rules import CASES
 from tests.support.sharded_model import full_state
-from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, section, train_step
+from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, section
 from tests.support.views_out import end_all_but_the_latest, watch
 
 WIDTH, LAYERS, STEPS = 34, 4, 4
@@ -41,8 +42,12 @@ COLUMNS = {
     "count": [1, 2, 3],
     "clip": [0.0, 0.0, 0.5],
     "ranks": [1, 2, 2],
-    "params": ["none", "nvme", "nvme", "nvme"],
-    "grads": ["none", "nvme"],
+    "stage": [1, 2, 3, 3],
+    "uses": [None, None, ((0, 1, 2, 3), (2, 0), (3, 3, 1), ())],
+    "checkpointing": [False, False, True],
+    "overflows": [False, False, True],
+    "params": ["none", "cpu", "nvme", "nvme", "nvme"],
+    "grads": ["none", "cpu", "nvme", "nvme"],
     "state": ["cpu", "nvme", "nvme"],
     "keep": [None, None, "boundaries", "attention", "all"],
     "schedule": ["off", "forward", "backward", "backward", "speculate"],
@@ -58,12 +63,16 @@ IN_MEMORY |= {"ahead": 0, "every": 0}
 
 def allowed(case):
     """What the section refuses is in tests of its own."""
-    exact = case["clip"] == 0.0 and case["precision"] != "fp16"
+    exact = case["clip"] == 0.0 and case["precision"] != "fp16" and not case["overflows"]
+    plain = case["order"] == "horizontal" and not case["ahead"]
     return (
         (case["schedule"] != "backward" or exact)
         and (case["schedule"] != "speculate" or case["every"] > 0)
         and (not case["every"] or case["state"] == "nvme")
         and (not case["ahead"] or case["order"] == "horizontal")
+        and (not case["uses"] or plain)
+        and (not case["checkpointing"] or case["keep"] is None)
+        and (case["stage"] == 3 or case["order"] == "vertical" or case["params"] == case["grads"] == "none")
         and {case["params"], case["grads"], case["state"], case["keep"]} != {"none", "cpu", None}
     )
 
@@ -99,7 +108,7 @@ class Adapted(Layer):
 
 def model_of(case):
     torch.manual_seed(0)
-    model = Model(num_layers=LAYERS, width=WIDTH, tied=case["base"] is None)
+    model = Model(num_layers=LAYERS, width=WIDTH, tied=case["base"] is None, checkpointing=case["checkpointing"])
     if case["base"] is not None:
         model.embedding.requires_grad_(False)
         model.layers = nn.ModuleList(Adapted(WIDTH, case["base"]) for _ in range(LAYERS))
@@ -108,7 +117,8 @@ def model_of(case):
 
 def config_of(path, case, name):
     tiers = {key: case[key] for key in ("grads", "state")}
-    config = section(path, case["params"], **tiers, accumulation=case["count"], buffer_count=case["buffers"])
+    tiers |= {"accumulation": case["count"], "buffer_count": case["buffers"], "stage": case["stage"]}
+    config = section(path, case["params"], **tiers)
     if case["every"]:
         lasting = {"durable": name or "run", "rewrite_every": case["every"], "staging_budget": "4MiB"}
         config["zero_optimization"]["offload_optimizer"] |= lasting
@@ -141,17 +151,25 @@ def train(path, name, note, case, mistake=False):
             layers = list(engine.module.layers)
             for number, layer in enumerate(layers if case["ahead"] and case["ranks"] > 1 else ()):
                 layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + case["ahead"]])
+            norms = []
             for step in steps_left(engine, name, note) if note else range(STEPS):
+                if case["uses"]:
+                    engine.module.uses = case["uses"][step % len(case["uses"])]
+                loss = partial(_loss, engine, step, case["overflows"] and step % 5 == 2)
                 if case["order"] == "vertical":
-                    engine.accumulate(partial(_loss, engine, step), range(case["count"]))
+                    engine.accumulate(loss, range(case["count"]))
                     engine.step()
-                else:
-                    train_step(engine, step, dist.get_rank())
-            return {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
+                for micro in range(case["count"] if case["order"] == "horizontal" else 0):
+                    engine.backward(loss(micro))
+                    engine.step()
+                norms.append(engine.get_global_grad_norm())
+            state = {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
+            return state if note else state | {"norms": repr(norms)}
 
 
-def _loss(engine, step, micro):
-    return loss_of(engine, step, micro, dist.get_rank())
+def _loss(engine, step, overflows, micro):
+    loss = loss_of(engine, step, micro, dist.get_rank())
+    return loss * torch.inf if overflows else loss
 
 
 def train_and_join(path, name, note, case):

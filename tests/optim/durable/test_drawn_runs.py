@@ -14,6 +14,7 @@ from tests.support.training import run_child
 CHILD = "import sys; from tests.support.drawn_runs import main; sys.exit(main(sys.argv[1:]))"
 FROZEN_AND_TRAINED = IN_MEMORY | {"rule": "Muon", "precision": "bf16", "base": "frozen", "count": 1, "clip": 0.0}
 FROZEN_AND_TRAINED |= {"ranks": 2, "params": "nvme", "schedule": "backward", "order": "vertical", "buffers": 3}
+FROZEN_AND_TRAINED |= {"stage": 3, "uses": None, "checkpointing": False, "overflows": False}
 FROZEN_AND_TRAINED |= {"aio": ("pyuring", 1, "64KiB")}
 
 

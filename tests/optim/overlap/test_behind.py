@@ -22,28 +22,6 @@ def config_of(path, mode, state="nvme", clip=0.5, accumulation=2, **more):
     return {**config, "gradient_clipping": clip, "overlap_step": mode, **more}
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("fp16", "autocast"))) for name in PRECISIONS]
-)
-def test_a_forward_waits_for_shards_of_every_precision(alone, tmp_path, precision):
-    outputs = []
-    for mode in ("off", None):
-        config = config_of(tmp_path, mode, accumulation=1, **PRECISIONS[precision])
-        with make(config, num_layers=2, width=129, tied=False) as engine:
-            for step in range(2):
-                engine.backward(loss_of(engine, step))
-                with engine.optimizer.store.worker.kept_away():
-                    engine.step()
-                    before = engine.optimizer.stats().updates_behind
-                outputs.append(loss_of(engine.eval(), step).detach())
-                engine.train()
-                engine._drop_gathered()
-            stats = engine.optimizer.stats()
-            assert before == (stats.num_subgroups if mode is None else 0), "nothing is updated inside the step"
-    half = len(outputs) // 2
-    assert all(map(torch.equal, outputs[half:], outputs[:half]))
-
-
 def test_weights_of_fp32_outlive_their_optimizer(alone, tmp_path):
     engine = make(config_of(tmp_path, None, accumulation=1, **PRECISIONS["fp32"]), num_layers=2, width=129)
     train_step(engine, 0)

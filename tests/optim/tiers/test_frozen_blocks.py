@@ -1,7 +1,6 @@
 """A fine-tune of adapters on a base that lives on NVMe: the base is gathered from there, and never written again."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ from torch import nn
 
 from nvme_offload import ClosedError, OffloadAdamW, initialize
 from nvme_offload.optim.telemetry import run_record
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import SHARDS_CODES, assert_same, full_state
 from tests.support.small_llama import LENGTH, llama
-from tests.support.tiers import EVERYTHING, Model, loss_of, section, train_step
-from tests.support.training import noted, storage_io
-from tests.support.views_out import end_all_but_the_latest, watched
+from tests.support.tiers import EVERYTHING, Model, section, train_step
+from tests.support.training import storage_io
 
 VOCABULARY, RANK = 256, 4
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}, "bf16": {"enabled": False}}
@@ -99,51 +97,6 @@ def test_a_frozen_block_from_meta_is_born_on_its_tier(alone, tmp_path, keys):
             train_step(engine, 0)
             states.append(full_state(engine.module, engine.optimizer))
     assert_same(*states)
-
-
-WAYS = {
-    "recomputed": (2, {"overlap_step": "forward"}),
-    "gathered ahead": (3, {"overlap_step": "off"}),
-    "updated in backward": (2, {"micro_batch_order": "vertical", "overlap_step": "backward", "skip_non_finite": False}),
-}
-
-
-def train_with_few_buffers(rank, world_size, path, ways, mistake=lambda: None):
-    """Each group is two blocks, its frozen half and its trained one: gathering one fills two buffers."""
-    mistake()
-    for way in ways:
-        num_buffers, keys = WAYS[way]
-        states = []
-        for tiers in ({}, {"param": "nvme", "grads": "nvme", "buffer_count": num_buffers}):
-            torch.manual_seed(0)
-            model = Model(num_layers=4, checkpointing=way == "recomputed")
-            for layer in model.layers:
-                layer.up.requires_grad_(False)
-            config = section(path, **tiers) | {"gradient_clipping": 0.0, **(keys if tiers else {})}
-            with watched() if tiers else nullcontext(), initialize(model, config) as engine:
-                layers = list(engine.module.layers)
-                for number, layer in enumerate(layers if way == "gathered ahead" else ()):
-                    layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])
-                for step in range(2):
-                    if engine.config.micro_batch_order == "vertical":
-                        engine.accumulate(lambda micro: loss_of(engine, step, micro, rank), range(2))  # noqa: B023
-                        engine.step()
-                    else:
-                        train_step(engine, step, rank)
-                states.append(full_state(engine.module, engine.optimizer))
-        with noted(way):
-            assert_same(*states)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_few_buffers_hold_a_group_of_two_blocks(tmp_path, ranks):
-    """What FSDP2 asks for last takes no buffer from what it asked for first, and copies with it."""
-    run_ranks(train_with_few_buffers, ranks, tmp_path, [*WAYS])
-
-
-def test_a_buffer_that_is_leased_while_a_view_of_it_is_out_is_noticed(tmp_path):
-    with pytest.raises(AssertionError, match="of which a view is out"):
-        run_ranks(train_with_few_buffers, 2, tmp_path, ["gathered ahead"], end_all_but_the_latest)
 
 
 def test_a_base_goes_with_its_tier(alone, tmp_path):

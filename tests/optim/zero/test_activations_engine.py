@@ -11,7 +11,6 @@ from tests.support import build
 from tests.support.activations import KEEPS, KiB, Layers
 from tests.support.failing_drive import Failing, Op
 from tests.support.pairs import each_value_once
-from tests.support.ranks import on_ranks
 from tests.support.sharded_model import CASTS_AGAIN, GOES_ON
 from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
@@ -174,30 +173,6 @@ def test_a_llama_with_a_cache_says_what_to_write(tmp_path):
     config = build.section(tmp_path, **kept(tmp_path, "boundaries"))
     with initialize(llama(), config) as engine, pytest.raises(TypeError, match=r"DynamicCache.*use_cache=False"):
         engine(tokens, use_cache=True)
-
-
-@CASTS_AGAIN
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [("bf16", "all"), ("fp32", "attention")],
-        pytest.param([("bf16", "boundaries"), ("bf16", "attention"), ("fp32", "all")], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@on_ranks(2)
-def test_ranks(rank, world_size, tmp_path, cases):
-    def forward(engine, number):
-        return of_layers(engine, 10 * number + rank)
-
-    for precision, keep in cases:
-        expected, actual = (
-            trained(tmp_path, forward, layers(), SECTIONS[precision], activations)
-            for activations in ({}, kept(tmp_path, keep))
-        )
-        assert_same_bits(actual[:2], expected[:2])
-        assert actual[2].read_bytes
-        assert actual[2].num_kept == 0
 
 
 @pytest.mark.filterwarnings("ignore:overlap_step = :UserWarning")

@@ -24,7 +24,6 @@ from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.rules import CASES
 from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.tiers import EVERYTHING, PRECISIONS, VOCABULARY, Layer, Model, be_eager, make, section, strike_each
 
@@ -91,53 +90,16 @@ FEW_STEPS = [
 ]
 
 
-def of_ten_steps():
-    """Each case changes this: bf16, three micro-batches, tied ends, everything on NVMe, clipped, stage 3."""
-    places = itertools.cycle([(True, EVERYTHING), (False, IN_MEMORY), (False, EVERYTHING)])
-    for precision, count in itertools.product(PRECISIONS, (1, 2, 3, 8)):
-        yield dict(zip(("precision", "count", "tied", "tiers"), (precision, count, *next(places)), strict=True))
-    for case in CASES:
-        yield {"optimizer": {"type": case.name, "params": case.section_params}}
-    yield {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}}
-    yield from ({"clip": 0.0}, {"stage": 1}, {"stage": 2})
-    yield from ({"durable": {"durable": True, "rewrite_every": every, "staging_budget": "4MiB"}} for every in (1, 3))
-
-
-@pytest.mark.parametrize(
-    ("steps", "case"),
-    [
-        *((2, dict(zip(("precision", "count", "tied", "tiers"), each, strict=True))) for each in FEW_STEPS),
-        *(pytest.param(10, case, marks=SLOW) for case in of_ten_steps()),
-    ],
-    ids=str,
-)
-def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, steps, case):
-    given = {"precision": "bf16", "count": 3, "tied": True, "tiers": EVERYTHING, "clip": 0.5, "stage": 3, **case}
+@pytest.mark.parametrize(("precision", "count", "tied", "tiers"), FEW_STEPS, ids=str)
+def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, precision, count, tied, tiers):
+    """More of them, on two ranks, in every stage, with every rule: durable/test_drawn_runs.py."""
     ends = []
-    for path, order, tiers in (None, "horizontal", {}), (tmp_path, "vertical", given["tiers"]):
-        more = {"gradient_clipping": given["clip"], "stage": given["stage"], **tiers}
-        config = config_of(path, order, given["count"], given["precision"], **more)
-        config["optimizer"] = given.get("optimizer", config["optimizer"])
-        config["zero_optimization"]["offload_optimizer"] |= given.get("durable", {}) if path else {}
-        ends.append(train(config, steps, tied=given["tied"]))
+    for path, order, places in (None, "horizontal", {}), (tmp_path, "vertical", tiers):
+        ends.append(train(config_of(path, order, count, precision, **places), 2, tied=tied))
     assert max(norms[-1] for norms in ends[0][1]) > 0.5, "clipping acts"
     compare(*ends)
     assert not threads()
-    assert "durable" in case or not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=SLOW)])
-@on_ranks(2)
-def test_the_bits_are_the_same_on_two_ranks_in_every_stage(rank, world_size, tmp_path, steps):
-    few = [("fp16", 1, True, 2), ("bf16", 2, False, 2), ("bf16", 3, True, 3)]
-    every = itertools.chain(
-        itertools.product(["bf16"], (1, 2, 3), (True, False), (1, 2, 8)),
-        itertools.product(PRECISIONS, (1, 2, 3), [True], [3]),
-    )
-    for precision, stage, tied, count in few if steps == 2 else every:
-        wanted = train(config_of(None, "horizontal", count, precision, stage=stage), steps, rank, tied=tied)
-        config = config_of(tmp_path, "vertical", count, precision, stage=stage, **EVERYTHING)
-        compare(wanted, train(config, steps, rank, tied=tied))
+    assert not list(tmp_path.iterdir())
 
 
 BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
