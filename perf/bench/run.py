@@ -11,7 +11,7 @@ from nvme_offload.offload.units import GiB
 from nvme_offload.perf.bench.fio import Fio, find_fio
 from nvme_offload.perf.bench.report import describe_latest, summary
 from nvme_offload.perf.measure.command_line import KnobError, Rw, Settings, check_settings, check_space
-from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.comparison import compared
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.workloads import RawTarget, Sample
 
@@ -109,9 +109,9 @@ def compare_with_fio(target: RawTarget, plan: Plan) -> dict[str, Any]:
             def ours(rw: Rw = rw) -> float:
                 return target.run(rw, size_bytes).bw_bytes
 
-            case = Case(name=rw, ours=ours, reference=partial(fio.run, rw, size_bytes))
+            comparisons = compared(rw, ours, partial(fio.run, rw, size_bytes), plan.quads)
             with progress(f"{rw} beside fio", plan.quads) as advance:
-                for comparison in case.measure(plan.quads):
+                for comparison in comparisons:
                     say(describe_latest(comparison))
                     advance(1)
             document[rw] = comparison.to_dict()

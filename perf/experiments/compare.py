@@ -28,7 +28,7 @@ from nvme_offload.perf.experiments.peers.result import (
 from nvme_offload.perf.experiments.peers.worker import Order, work
 from nvme_offload.perf.measure.child import Child, ChildFailedError
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
-from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import num_cpus
 
 
@@ -121,8 +121,7 @@ def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int
             theirs.problem = str(error).splitlines()[0]
             return ours, theirs
         own = stack.enter_context(Side(ours, sys.executable, template, folder))
-        case = Case(name=contender.text, ours=own.turn, reference=other.turn, has_control=False)
-        theirs.quads = [found.quads[-1] for found in case.measure(quads)]
+        theirs.quads = [Quad.measure(own.turn, other.turn) for _ in range(quads)]
         own.end()
         other.end()
     return ours, theirs

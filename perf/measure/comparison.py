@@ -1,6 +1,6 @@
 """One thing beside another on a machine whose speed changes by the minute.
 
-A `Case` has two arms. A quad measures them in the order ours, reference, reference, ours, so that a drift that is
+A case has two arms. A quad measures them in the order ours, reference, reference, ours, so that a drift that is
 steady over the quad cancels. After each one comes a control quad with the reference on both sides: it shows the luck of
 the minute. The answer is the median ratio divided by the median ratio of the controls, with an interval from the quads
 themselves.
@@ -39,21 +39,21 @@ class Quad:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Quads of a case, in the order in which they were measured, and the control behind each; or no controls."""
+    """Quads of a case, in the order in which they were measured, and the control behind each."""
 
     name: str
     quads: tuple[Quad, ...]
-    controls: tuple[Quad, ...] = ()
+    controls: tuple[Quad, ...]
 
     @property
     def ratio(self) -> float:
         """Median of the ratio over the quads."""
-        return _median_ratio(self.quads)
+        return median(quad.ratio for quad in self.quads)
 
     @property
     def control(self) -> float:
-        """Median of the ratio over the controls: 1 on a quiet machine, and without controls."""
-        return _median_ratio(self.controls)
+        """Median of the ratio over the controls: 1 on a quiet machine."""
+        return median(quad.ratio for quad in self.controls)
 
     @property
     def quotient(self) -> float:
@@ -64,18 +64,12 @@ class Comparison:
     def interval(self) -> tuple[float, float]:
         """95 % of the quotients of resampled quads and controls (bootstrap, percentile method, fixed seed)."""
         source, pairs = random.Random(SEED), (self.quads, self.controls)
-        ratios, controls = ([quad.ratio for quad in quads] or [1.0] for quads in pairs)
+        ratios, controls = ([quad.ratio for quad in quads] for quads in pairs)
         quotients = sorted(
             median(source.choices(ratios, k=len(ratios))) / median(source.choices(controls, k=len(controls)))
             for _ in range(RESAMPLES)
         )
         return quotients[round(0.025 * (RESAMPLES - 1))], quotients[round(0.975 * (RESAMPLES - 1))]
-
-    @property
-    def medians(self) -> tuple[float, float]:
-        """Ours and the reference's rate, or seconds: each the median over the quads of the mean of its two."""
-        times = [quad.rates for quad in self.quads]
-        return median((t[0] + t[3]) / 2 for t in times), median((t[1] + t[2]) / 2 for t in times)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures in plain types."""
@@ -89,41 +83,14 @@ class Comparison:
             "interval_95": self.interval,
         }
 
-    @property
-    def shown(self) -> dict[str, str]:
-        """A row by the heads of its columns, for arms that give seconds."""
-        (low, high), (own, other) = self.interval, self.medians
-        return {
-            "": self.name,
-            "over the other (95 %)": f"{self.quotient:.3f} ({low:.3f} to {high:.3f})",
-            "control": f"{self.control:.3f}",
-            "quads": f"{len(self.quads)}",
-            "seconds": f"{own:.3f}",
-            "the other's": f"{other:.3f}",
-        }
 
-
-def _median_ratio(quads: Sequence[Quad]) -> float:
-    return median(quad.ratio for quad in quads) if quads else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Two arms that are measured by turns."""
-
-    name: str
-    ours: Arm
-    reference: Arm
-    has_control: bool = True  # false: both sides must go equally far, because what they end with is compared
-
-    def measure(self, num_quads: int) -> Iterator[Comparison]:
-        """Measure quads and controls in turn; after each pair give what is known by then."""
-        quads, controls = list[Quad](), list[Quad]()
-        for _ in range(num_quads):
-            quads.append(Quad.measure(self.ours, self.reference))
-            if self.has_control:
-                controls.append(Quad.measure(self.reference, self.reference))
-            yield Comparison(self.name, tuple(quads), tuple(controls))
+def compared(name: str, ours: Arm, reference: Arm, num_quads: int) -> Iterator[Comparison]:
+    """Measure quads and controls in turn; after each pair give what is known by then."""
+    quads, controls = list[Quad](), list[Quad]()
+    for _ in range(num_quads):
+        quads.append(Quad.measure(ours, reference))
+        controls.append(Quad.measure(reference, reference))
+        yield Comparison(name, tuple(quads), tuple(controls))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -39,7 +39,6 @@ def format_runs(found: Sequence[RunFound]) -> str:
 def parse_runs(text: str) -> list[RunFound]:
     """Return the runs of a list that `format_runs` made; ValueError where it is none."""
     runs = parse_json(text)
-    runs = parse_json(text)
     if not fits(runs, [_RUN]) or not all(run["ranks"] for run in runs):
         raise ValueError("it has other names or values than a list of runs has")
     return [RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"]) for run in runs]

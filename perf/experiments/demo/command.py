@@ -28,7 +28,7 @@ from nvme_offload.perf.measure.command_line import (
     choice_option,
     failures_in_words,
 )
-from nvme_offload.perf.measure.comparison import Case
+from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import mount_at, num_cpus
 from nvme_offload.perf.measure.sections import section
 
@@ -151,7 +151,8 @@ def by_turns(works: Sequence[Work], quads: int, out: Path, ended: list[DemoSide]
     Both end after these quads; then they are in `ended`.
     """
     with DemoSide("state on NVMe", works[0], out) as nvme, DemoSide("state in memory", works[1], out) as memory:
-        for _ in Case(name="demo", ours=nvme.turn, reference=memory.turn, has_control=False).measure(quads):
+        for _ in range(quads):
+            Quad.measure(nvme.turn, memory.turn)
             yield from (nvme.row(), memory.row())
         for side in (nvme, memory):
             side.end()
