@@ -210,7 +210,9 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         manifests = {path: manifest for folder in copies.read_from for path, manifest in _manifests(folder).items()}
         newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
         if abouts and not copies.num_missing:
-            _check_rows(copies.read_from, manifests)
+            sizes = [dict(stats_in(folder))[SWAP_NAME].st_size for folder in copies.read_from]
+            for path, manifest in manifests.items():
+                check_rows(manifest, sizes, where=str(path))
         if newest is not None:
             if lacking := [folder for folder in folders if folder not in abouts]:
                 problem = f"{lacking[0] / ABOUT_NAME} {MADE_AGAIN}"
@@ -284,12 +286,6 @@ def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
     num_paths = max(about["num_paths"] for about in abouts.values())
     same = [copy for copy, one in enumerate(found) if copy != leading and one.says_as(found[leading])]
     return CopiesFound(copies[leading], copies[same[0]] if same else (), num_paths)
-
-
-def _check_rows(in_order: Sequence[Path], manifests: Mapping[Path, Manifest]) -> None:
-    sizes = [dict(stats_in(folder))[SWAP_NAME].st_size for folder in in_order]
-    for path, manifest in manifests.items():
-        check_rows(manifest, sizes, where=str(path))
 
 
 def _owner_of(folder: Path) -> owner.Owner | None:

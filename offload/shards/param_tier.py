@@ -284,11 +284,8 @@ class ParamTier:
 
         Of a gather that an exception cut off it wants nothing any more.
         """
-        places = (place for block, places in self._shards.items() for place in places if self._is_in(block, gather))
-        return gather is not self._latest or gather.asked.issuperset(places)
-
-    def _is_in(self, block: Block | HostBlock, gather: _Gather) -> bool:
-        return self._together[block] is gather.together
+        blocks = (block for block in self._shards if self._together[block] is gather.together)
+        return gather is not self._latest or all(gather.asked.issuperset(self._shards[block]) for block in blocks)
 
     def _knows(self, by: _Gather | Departure) -> bool:
         if isinstance(by, _Gather):

@@ -260,11 +260,8 @@ def _is_folder(path: Path) -> bool:
 
 def _is_ours(path: Path) -> bool:
     """Whether a path is a folder that we made."""
-    return _is_folder(path) and _is_file(path / MARKER)
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    marker = path / MARKER
+    return _is_folder(path) and marker.is_file() and not marker.is_symlink()
 
 
 def find(root: Path, tag: str | None) -> Path | None:

@@ -145,9 +145,6 @@ class Resumption:
         self._run.forget_commits()
         self._store.be_whole()
 
-    def _content(self, manifest: Manifest) -> Content:
-        return Content.decode(manifest.blob, self._run.folder)
-
     def _refuse_other_places(self) -> None:
         """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
         reach = self._ranks.together(partial(Reach.of, self._store.config))
@@ -228,7 +225,7 @@ class Resumption:
 
     def _bring_back(self, manifest: Manifest) -> tuple[Content, str]:
         """Read and verify every subgroup, and set its parameters; return the other content, and what went wrong."""
-        content = self._content(manifest)
+        content = Content.decode(manifest.blob, self._run.folder)
         if len(content.groups) != len(self._groups):
             raise ResumeError(
                 self._run.folder,

@@ -119,10 +119,6 @@ class BlockTiers:
         """
         return number in self._param_blocks or isinstance(self._grad_blocks.get(number), Block)
 
-    def takes_gradient(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter comes to a tier when it arrives."""
-        return self.grads is not None and self.grads.takes(leaf)
-
     def number_of(self, leaf: torch.Tensor) -> int:
         """Return the number of a parameter's block, wherever it lives; -1 if there is no tier for it."""
         parts = parts_of(leaf) if self.exist else None
@@ -132,8 +128,10 @@ class BlockTiers:
         """Whether neither a parameter nor its gradient stays on its device during a step."""
         if parts_of(leaf) is None or self._config.zero_optimization.offload_param.device == "none":
             return False
-        takes = self.takes_gradient(leaf) or self.number_of(leaf) not in self._grad_blocks
-        return self._config.offload_gradients.device != "none" and takes
+        if self._config.offload_gradients.device == "none":
+            return False
+        has_tier = self.grads is not None and self.grads.takes(leaf)
+        return has_tier or self.number_of(leaf) not in self._grad_blocks
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
         """Number the groups of these parameters and return those without a place, for `reserve` or `drop`.

@@ -64,7 +64,7 @@ class _Scalar:
 
         def go_on(grad: torch.Tensor) -> None:
             if (scalar := known()) is not None and scalar._is_mean:
-                scalar._show(scalar._own)
+                scalar.param.grad = scalar._own
 
         trainable = param.requires_grad
         param.requires_grad_(True)  # torch takes no such hook otherwise
@@ -86,7 +86,4 @@ class _Scalar:
         self._own = torch.zeros_like(self.param) if own is None else own
         self._mean = mean.to(self._own.dtype, copy=True)
         self._seen = version_of(self._mean)
-        self._show(self._mean)
-
-    def _show(self, grad: torch.Tensor | None) -> None:
-        self.param.grad = grad
+        self.param.grad = self._mean

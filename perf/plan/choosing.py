@@ -202,16 +202,10 @@ class Point:
 
 def _because(choice: ChosenSection, reason: str) -> ChosenSection:
     """Return a choice with its reason; where no byte goes to a drive, that is the reason."""
-    why = (
-        f"{choice.name}: {reason}"
-        if choice.tiers.units_on("nvme") or choice.tiers.missing
-        else f"{ALL_FITS}{_but(choice)}"
-    )
+    why = f"{choice.name}: {reason}"
+    if not (choice.tiers.units_on("nvme") or choice.tiers.missing):
+        why = ALL_FITS + (f"; {choice.name.partition(', ')[2]}" if "activations" in choice.section else "")
     return ChosenSection(choice.section, choice.name, choice.job, choice.tiers, why)
-
-
-def _but(choice: ChosenSection) -> str:
-    return f"; {choice.name.partition(', ')[2]}" if "activations" in choice.section else ""
 
 
 def _first_that_fits(best: ChosenSection, lacking: Iterable[ChosenSection]) -> str:
