@@ -182,6 +182,7 @@ class ParamTier:
             raise
         gather.asked.add(shard)
         if self._keeps:
+            self._keep(gather)  # once more: who finds a buffer may keep nothing
             block.holders.add(self)
 
     def sent(self, shard: TieredShard) -> torch.Tensor:

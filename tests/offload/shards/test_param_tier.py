@@ -1,11 +1,13 @@
 """Parameters in blocks: what FSDP2 may copy is valid while it may copy it, in whatever order, also on a device."""
 
+import os
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nvme_offload import ClosedError, ConfigError, OffloadConfig, StateError
+from nvme_offload import ClosedError, ConfigError, OffloadConfig, StateError, SwapIOError
 from nvme_offload.offload.shards.param_tier import ParamTier
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, UnbornShard
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
@@ -134,6 +136,29 @@ def test_a_gather_of_more_blocks_than_buffers_is_refused_where_it_is_placed(make
     assert len(tier.cache.blocks) == 2
     tier.drop([shards[0].block for shards in tier.reserve([("one", FORMS), ("two", FORMS)], together="cb")])
     assert torch.equal(all_then_all(places[1])[0], numbers(1, 0))
+
+
+def test_what_was_kept_while_the_drive_took_no_writes_is_let_go_later(make_tier):
+    tier, places = make_tier(4, together="aabc", buffer_count=3)
+    tier.cache.synchronize()
+    tier.keep_latest(True)
+    dirty, good = places[2][0].block, places[2][0].block.extent
+    read_only = os.open(tier.cache.tier.space.path_of(good.stripes[0].fd), os.O_RDONLY)
+    dirty.lie_in(replace(good, stripes=(good.stripes[0]._replace(fd=read_only),)))
+    with places[2][0].held(change=True) as values:
+        values.add_(1)
+    with pytest.raises(SwapIOError):
+        tier.cache.synchronize()
+    dirty.lie_in(good)
+    os.close(read_only)
+    with places[3][0].held(change=False):
+        asked = [*places[0], places[1][0]]
+        seen = never_answered(asked)  # no buffer for the last one, until the drive takes what was changed
+    assert [value.unique().item() for value in seen] == [0, 1, 10]
+    tier.keep_latest(False)
+    all_then_all(asked)
+    assert not any(block.holds for block in tier.cache.blocks)
+    assert torch.equal(all_then_all(places[2])[0], numbers(2, 0) + 1)
 
 
 def test_a_gather_that_needs_the_buffer_of_a_stale_one_holds_its_own(make_tier):
