@@ -214,7 +214,7 @@ def drives(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python runnable")], ids=lambda page: page.name
+    "page", [each for each in PAGES if blocks(each, "python runnable")], ids=lambda page: page.name
 )
 def test_code_blocks_run(page, drives):
     """The blocks of a page follow each other, as a reader would type them; nothing is left on the drives."""
@@ -228,11 +228,12 @@ def test_code_blocks_run(page, drives):
         assert_printed(page, block, printed.getvalue())
 
 
+SLOW = pytest.mark.slow
 IMPORTS_TRANSFORMERS = ("README.md", "docs/configuration.md", "docs/hugging_face.md")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORTS_TRANSFORMERS)) for name in FRAGMENTS]
+    "name", [pytest.param(name, marks=[SLOW] * (name in IMPORTS_TRANSFORMERS)) for name in FRAGMENTS]
 )
 def test_fragments_run_with_what_a_reader_has_by_then(name, drives, monkeypatch):
     """Blocks that are shown without their beginning."""

@@ -14,9 +14,8 @@ class TestAiofilesEngine(EngineConformance):
 
 @pytest.mark.parametrize(("queue_depth", "rings", "depth"), [(4, 1, 4), (4, 3, 12), (4096, 16, 32)])
 def test_the_number_of_threads_is_bounded(queue_depth, rings, depth):
-    engine = AiofilesEngine(
-        EngineOptions(queue_depth=queue_depth, rings=rings, block_size=4096, alignment=4096, max_operations=1)
-    )
+    sizes = {"block_size": 4096, "alignment": 4096, "max_operations": 1}
+    engine = AiofilesEngine(EngineOptions(queue_depth=queue_depth, rings=rings, **sizes))
     assert engine.depth == depth
     engine.close()
 

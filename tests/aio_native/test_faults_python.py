@@ -26,12 +26,6 @@ def queue_of(*operations: tuple[Op, int], depth: int = 4) -> RequestQueue:
     return requests
 
 
-def take(requests: RequestQueue) -> Request:
-    request = requests.next()
-    assert request is not None
-    return request
-
-
 def only_failure(requests: RequestQueue) -> Failure | None:
     ((_, failure),) = requests.take_finished()
     return failure
@@ -67,25 +61,25 @@ def test_attempts_without_progress_are_counted(result, code):
     requests = queue_of((Op.READ, 1024))
     for attempt in range(MAX_ATTEMPTS):
         if attempt == MAX_ATTEMPTS // 2:
-            requests.complete(take(requests), 256)  # progress: the count starts again
+            requests.complete(requests.next(), 256)  # progress: the count starts again
         assert requests.take_finished() == []
-        requests.complete(take(requests), result)
+        requests.complete(requests.next(), result)
     assert requests.take_finished() == []
     for _ in range(MAX_ATTEMPTS // 2):
-        requests.complete(take(requests), result)
+        requests.complete(requests.next(), result)
     assert only_failure(requests) == Failure(code, FD, 256, 768)
 
 
 @pytest.mark.parametrize(("op", "code"), [(Op.READ, errno.ENODATA), (Op.WRITE, errno.EIO)])
 def test_nothing_moved_is_final(op, code):
     requests = queue_of((op, 100))
-    requests.complete(take(requests), 0)
+    requests.complete(requests.next(), 0)
     assert only_failure(requests) == Failure(code, FD, 0, 100)
 
 
 def test_a_failed_operation_waits_for_what_is_in_flight_and_issues_nothing_more():
     requests = queue_of((Op.WRITE, 10 * 1024))
-    first, second, third, fourth = (take(requests) for _ in range(4))
+    first, second, third, fourth = (requests.next() for _ in range(4))
     requests.complete(second, -errno.EINTR)  # waits to be repeated
     requests.complete(first, -errno.ENOSPC)
     assert requests.next() is None
@@ -109,7 +103,7 @@ def test_a_seed_names_a_run():
     for _ in range(2):
         requests = queue_of((Op.WRITE, 200 * 1024), depth=200)
         injector = FaultInjector(FaultSpec(seed=3, max_delay_us=10**9, **KINDS), 256)
-        issued = [take(requests) for _ in range(200)]
+        issued = [requests.next() for _ in range(200)]
         asked = [injector.ask(request.size_bytes) for request in issued]
         seen = injector.sift((request, size) for request, size in zip(issued, asked, strict=True))
         runs.append((asked, [(request.offset, result) for request, result in seen]))
@@ -121,7 +115,7 @@ def test_a_reordered_completion_is_seen_behind_a_later_one():
     requests = queue_of((Op.READ, 100 * 1024), depth=100)
     injector = FaultInjector(FaultSpec(seed=1, reorder=0.5, max_delay_us=10**9), 256)
     order = []
-    for request in [take(requests) for _ in range(100)]:
+    for request in [requests.next() for _ in range(100)]:
         order += [seen.offset for seen, _ in injector.sift([(request, 1024)])]
     assert len(order) >= 90
     assert order != sorted(order)
@@ -130,10 +124,9 @@ def test_a_reordered_completion_is_seen_behind_a_later_one():
 def test_a_delayed_completion_is_held_until_it_is_due():
     injector = FaultInjector(FaultSpec(seed=1, delay=1.0, max_delay_us=1000), 256)
     assert injector.patience() is None
-    request = take(queue_of((Op.READ, 1024)))
+    request = queue_of((Op.READ, 1024)).next()
     assert injector.sift([(request, 1024)]) == []
     patience = injector.patience()
-    assert patience is not None
     assert 0.0 <= patience <= 0.001
     while not (seen := injector.sift([])):
         pass

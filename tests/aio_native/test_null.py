@@ -59,7 +59,6 @@ def test_an_owner_thread_that_breaks_leaves_nobody_waiting(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = _BreakingEngine(OPTIONS)
     operation = engine.submit(Op.READ, [SEGMENT])
-    assert operation is not None
     assert operation.wait(60)
     assert operation.failure is not None
     engine.close()

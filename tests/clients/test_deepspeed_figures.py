@@ -72,18 +72,15 @@ def test_initialize_counts_as_torch_and_the_door_as_deepspeed(alone, tmp_path):
     rates, scales = {}, {}
     for kind in ("ours", "door"):
         model = nn.Linear(2, 1)
-        engine = (
-            nvme_offload.initialize(model, config)
-            if kind == "ours"
-            else deepspeed.initialize(model=model, config=config)[0]
-        )
+        ours = kind == "ours"
+        engine = nvme_offload.initialize(model, config) if ours else deepspeed.initialize(model=model, config=config)[0]
         rates[kind], scales[kind] = [], []
         for _ in range(5):
             rates[kind].append(engine.optimizer.param_groups[0]["lr"])
             scales[kind].append(engine.loss_scaler.loss_scale)
             engine.backward(engine(torch.ones(1, 2)).sum())
             engine.step()
-        (engine.close if kind == "ours" else engine.destroy)()
+        (engine.close if ours else engine.destroy)()
     assert rates["door"] == pytest.approx([rates["ours"][0], *rates["ours"][:-1]])
     assert (scales["ours"], scales["door"]) == ([16, 16, 32, 32, 64], [16, 16, 16, 32, 32])
 

@@ -251,12 +251,8 @@ def test_fine_tuning_of_a_hugging_face_model(alone, tmp_path):
     model = llama()
     model.model.embed_tokens.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        config=section(tmp_path, bf16={"enabled": True}),
-        model_parameters=trained,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-    )
+    given = {"model_parameters": trained, "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)}
+    engine, *_ = deepspeed.initialize(model=model, config=section(tmp_path, bf16={"enabled": True}), **given)
     tokens = torch.stack([row["input_ids"] for row in rows(2)])
     before = engine.module.model.embed_tokens.weight.full_tensor().clone()
     for _ in range(2):

@@ -64,18 +64,9 @@ def batches():
 
 
 def fit(module, folder, steps, *, resume=None, **options):
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        gradient_clip_val=options.pop("gradient_clip_val", 0.5),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=options.pop("logger", False),
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        **options,
-    )
+    off = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "use_distributed_sampler", "logger")
+    settings = {"accelerator": "cpu", "gradient_clip_val": 0.5, **dict.fromkeys(off, False), **options}
+    trainer = lightning.Trainer(max_steps=steps, default_root_dir=folder, **settings)
     trainer.fit(module, batches(), ckpt_path=resume)
     return trainer
 
@@ -83,9 +74,8 @@ def fit(module, folder, steps, *, resume=None, **options):
 @client("Lightning", "figures in its loggers", WITH_A_LINE, "`callbacks=[OffloadLightningCallback()]`")
 def test_the_figures_are_in_the_loggers(tmp_path):
     figures = Figures()
-    trainer = fit(
-        Module(tmp_path), tmp_path, 4, logger=figures, log_every_n_steps=2, callbacks=[OffloadLightningCallback()]
-    )
+    logs = {"logger": figures, "log_every_n_steps": 2, "callbacks": [OffloadLightningCallback()]}
+    trainer = fit(Module(tmp_path), tmp_path, 4, **logs)
     steps = {step: found["offload/steps"] for step, found in figures.by_step.items() if "offload/steps" in found}
     assert steps == {2: 2.0, 4: 4.0}
     assert figures.by_step[4]["offload/state_bytes"] == trainer.optimizers[0].stats().state_bytes

@@ -50,15 +50,9 @@ def in_lightning(make, folder, beside):
     def fit(epochs, resume=None):
         module, more = Module(), list(callbacks())
         saving = lightning.callbacks.ModelCheckpoint(folder, monitor="seen", mode="max")
-        quiet = {
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "logger": False,
-            "num_sanity_val_steps": 0,
-        }
-        trainer = lightning.Trainer(
-            max_epochs=epochs, accelerator="cpu", gradient_clip_val=0.5, callbacks=[*more, saving], **quiet
-        )
+        quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+        limits = {"max_epochs": epochs, "num_sanity_val_steps": 0, "gradient_clip_val": 0.5}
+        trainer = lightning.Trainer(accelerator="cpu", callbacks=[*more, saving], **limits, **quiet)
         trainer.fit(module, batches(), batches(), ckpt_path=resume)
         trainer.save_checkpoint(folder / "end.ckpt")
         best = torch.load(saving.best_model_path)
@@ -144,16 +138,8 @@ def in_timm(make, folder, name, monkeypatch):
         monkeypatch.setitem(sys.modules, package, module_from_spec(find_spec(package)))
     net, losses, rates = model(), [], []
     optimizer = make(net)
-    schedule, _ = import_module("timm.scheduler").create_scheduler_v2(
-        optimizer,
-        name,
-        EPOCHS,
-        decay_epochs=2,
-        decay_milestones=[1, 3],
-        patience_epochs=0,
-        warmup_epochs=1,
-        noise=[0.5],
-    )
+    how = {"decay_epochs": 2, "decay_milestones": [1, 3], "patience_epochs": 0, "warmup_epochs": 1, "noise": [0.5]}
+    schedule, _ = import_module("timm.scheduler").create_scheduler_v2(optimizer, name, EPOCHS, **how)
     average = import_module("timm.utils.model_ema").ModelEmaV3(net, decay=0.6)
     for epoch in range(EPOCHS):
         for number, (inputs, targets) in enumerate(batches()):

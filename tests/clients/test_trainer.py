@@ -14,7 +14,7 @@ from tests.support.clients import NOT_AT_ALL, WITH_A_LINE, client
 from tests.support.small_llama import llama, rows
 from tests.support.training import section
 
-STEPS = 5
+STEPS, ADDED = 5, "`OffloadTrainerCallback().add_to(trainer)`"
 AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "gradient_clipping": "auto",
@@ -34,26 +34,14 @@ class Reporter(TrainerCallback):
 
 
 def arguments(folder, **options):
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        logging_steps=2,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        use_cpu=True,
-        **{"report_to": "none", **options},
-    )
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 2, "learning_rate": 1e-2}
+    settings |= {"weight_decay": 0.1, "use_cpu": True, "report_to": "none", **options}
+    return TrainingArguments(output_dir=str(folder), **settings)
 
 
 def made_by_trainer(folder, optimizer, callbacks=(), **options):
-    return Trainer(
-        model=llama(),
-        args=arguments(folder, **options),
-        train_dataset=rows(),
-        optimizer_cls_and_kwargs=optimizer,
-        callbacks=list(callbacks),
-    )
+    given = {"train_dataset": rows(), "optimizer_cls_and_kwargs": optimizer, "callbacks": list(callbacks)}
+    return Trainer(model=llama(), args=arguments(folder, **options), **given)
 
 
 @client("transformers", '`Trainer(optimizer_cls_and_kwargs=...)` from a DeepSpeed section with "auto"')
@@ -75,12 +63,7 @@ def test_trainer_makes_the_optimizer_from_a_section(tmp_path):
     assert trainer_optimizer({**section(tmp_path), **lion}, arguments(tmp_path))[0] is OffloadLion
 
 
-@client(
-    "transformers",
-    "figures in the logs that `Trainer` reports",
-    WITH_A_LINE,
-    "`OffloadTrainerCallback().add_to(trainer)`",
-)
+@client("transformers", "figures in the logs that `Trainer` reports", WITH_A_LINE, ADDED)
 @pytest.mark.parametrize("in_front", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_figures_are_in_the_logs(tmp_path, in_front):
     reporter, callback = Reporter(), OffloadTrainerCallback()
@@ -115,7 +98,7 @@ def test_the_deepspeed_argument_needs_deepspeed(tmp_path):
         arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 3}})
 
 
-@client("transformers", "figures in TensorBoard's files", WITH_A_LINE, "`OffloadTrainerCallback().add_to(trainer)`")
+@client("transformers", "figures in TensorBoard's files", WITH_A_LINE, ADDED)
 def test_the_figures_are_in_tensorboards_files(tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="make clients has it")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))

@@ -40,20 +40,10 @@ class SplitTrainer(Recording):
 
 def train(folder, optimizer, make=Recording, *, resume=False, **options):
     forget()
-    arguments = TrainingArguments(
-        output_dir=folder,
-        max_steps=STEPS,
-        save_steps=STEPS // 2,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        fsdp="full_shard",
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        lr_scheduler_type="linear",
-        weight_decay=0.1,
-        **options,
-    )
+    settings = {"max_steps": STEPS, "save_steps": STEPS // 2, "per_device_train_batch_size": 2, "logging_steps": 1}
+    settings |= {"report_to": "none", "use_cpu": True, "lr_scheduler_type": "linear", "weight_decay": 0.1}
+    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    arguments = TrainingArguments(folder, fsdp="full_shard", fsdp_config=wrapped, **settings, **options)
     trainer = make(model=llama(), args=arguments, train_dataset=rows(), optimizer_cls_and_kwargs=optimizer)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resume else None)
     inner = trainer.optimizer.optimizer

@@ -20,7 +20,7 @@ from nvme_offload.adapters import OffloadTrainerCallback
 from tests.support.clients import HIDES, UNCHANGED, WITH_A_LINE, assert_as_torch, client
 from tests.support.small_llama import VOCABULARY, llama
 
-STEPS = 4
+STEPS, BY_A_CALLBACK = 4, "`OffloadTrainerCallback()`"
 
 
 def tokenizer():
@@ -67,9 +67,8 @@ METHODS = {
 
 def adapted():
     peft = pytest.importorskip("peft", reason="make clients installs it")
-    return peft.get_peft_model(
-        llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    )
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)
 
 
 TRAINERS = {
@@ -130,9 +129,7 @@ def resumed(model):
 
 BESIDE = {
     alone: client("transformers", "evaluation after each step, in all of these trainers"),
-    figures: client(
-        "transformers", "figures in the logs, beside hidden steps", WITH_A_LINE, "`OffloadTrainerCallback()`"
-    ),
+    figures: client("transformers", "figures in the logs, beside hidden steps", WITH_A_LINE, BY_A_CALLBACK),
     bema: client("TRL", "`BEMACallback` in all of these trainers (none with LoRA, which it does not take)"),
     reference: client("TRL", "`SyncRefModelCallback` in all of these trainers"),
     ema: client("torch", "`AveragedModel` in a callback of one's own, in all of transformers' and TRL's trainers"),

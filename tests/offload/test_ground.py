@@ -216,13 +216,7 @@ def test_each_long_thing_has_one(alone, screen, tmp_path):
         optimizer.step()
         state = during("state_dict", optimizer.state_dict)
         during("load_state_dict", lambda: optimizer.load_state_dict(state))
-    assert seen == {
-        "birth": ["initializing the model"],
-        "save": ["writing the checkpoint"],
-        "load": ["verifying the checkpoint", "loading the checkpoint"],
-        "export": ["exporting the weights"],
-        "files": ["loading the weights"],
-        "placement": ["placing the state"],
-        "state_dict": ["reading the state"],
-        "load_state_dict": ["writing the state"],
-    }
+    assert seen.pop("load") == ["verifying the checkpoint", "loading the checkpoint"]
+    said = {"birth": "initializing the model", "save": "writing the checkpoint", "export": "exporting the weights"}
+    said |= {"files": "loading the weights", "placement": "placing the state", "state_dict": "reading the state"}
+    assert seen == {what: [words] for what, words in said.items()} | {"load_state_dict": ["writing the state"]}

@@ -2,9 +2,8 @@
 
 import json
 
-SCALARS = dict.fromkeys(
-    ("skipped_steps", "bytes_read", "bytes_written", "param_bytes_written", "grad_bytes_written"), 0
-)
+COUNTED = ("skipped_steps", "bytes_read", "bytes_written", "param_bytes_written", "grad_bytes_written")
+SCALARS = dict.fromkeys(COUNTED, 0)
 HOST = {"format": 1, "host": "elsewhere", "pid": 1, "rank": 3, "world_size": 8, "log": None}
 RUN = {
     "optimizer": "OffloadLion", "engine": "io_uring", "queue_depth": 32, "paths": [], "limit": "drive", "since": None,

@@ -168,9 +168,7 @@ def committed(paths: Sequence[Path], *steps: int, snapshot: str | None = None, *
 
 def base_of(run: DurableRun, slot: int) -> Written:
     """What was last written of a slot."""
-    base = run.extents.slots[slot].current.base
-    assert base is not None
-    return base
+    return run.extents.slots[slot].current.base
 
 
 def name_of(manifest: Manifest) -> str:

@@ -124,6 +124,10 @@ class DataConformance(EngineTools):
 class ErrorConformance(EngineTools):
     """What the kernel refuses is reported, once, and harms no one else."""
 
+    @pytest.fixture(autouse=True)
+    def _needs_data(self) -> None:
+        self.require_data()
+
     def assert_still_works(self, engine: Engine) -> None:
         data, fd = Memory.of(pattern(6, 3 * BLOCK)), self.file()
         assert run(engine, Op.WRITE, data.segment(fd)).failure is None
@@ -132,11 +136,9 @@ class ErrorConformance(EngineTools):
     @pytest.mark.parametrize("file_size", [0, 3 * BLOCK, 2 * BLOCK + 4096, 2 * BLOCK + 100])
     @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_RDWR | os.O_DIRECT])
     def test_reading_beyond_the_end(self, file_size, flags):
-        self.require_data()
         content = pattern(7, file_size)
         engine, fd, memory = self.open(), self.file(content, flags), Memory(5 * BLOCK)
         failure = run(engine, Op.READ, memory.segment(fd)).failure
-        assert failure is not None
         assert (failure.errno, failure.fd) == (errno.ENODATA, fd)
         assert failure.offset + failure.size_bytes > file_size
         assert failure.offset % ALIGNMENT == 0
@@ -145,42 +147,34 @@ class ErrorConformance(EngineTools):
         self.assert_still_works(engine)
 
     def test_writing_to_a_file_opened_for_reading(self):
-        self.require_data()
         engine, fd, memory = self.open(), self.file(bytes(BLOCK), os.O_RDONLY), Memory(20 * BLOCK)
         failure = run(engine, Op.WRITE, memory.segment(fd, 4096)).failure
-        assert failure is not None
         assert (failure.errno, failure.fd) == (errno.EBADF, fd)
         assert (failure.offset - 4096) % BLOCK == 0
         assert failure.size_bytes == BLOCK
         self.assert_still_works(engine)
 
     def test_a_descriptor_that_is_not_open(self):
-        self.require_data()
         engine, memory = self.open(), Memory(BLOCK)
         fd = os.dup(self.file())
         os.close(fd)
         failure = run(engine, Op.READ, memory.segment(fd)).failure
-        assert failure is not None
         assert failure.errno == errno.EBADF
         self.assert_still_works(engine)
 
     def test_memory_that_does_not_exist(self):
-        self.require_data()
         engine, fd = self.open(), self.file(bytes(BLOCK))
         for op in Op:
             failure = run(engine, op, Segment(fd, 0, 4096, BLOCK)).failure
-            assert failure is not None
             assert failure.errno == errno.EFAULT
         self.assert_still_works(engine)
 
     def test_after_a_failure_the_rest_is_not_issued(self):
-        self.require_data()
         engine, fd, memory = self.open(queue_depth=2), self.file(bytes(BLOCK), os.O_RDONLY), Memory(BLOCK)
         assert run(engine, Op.WRITE, *[memory.segment(fd)] * 1000).failure is not None
         assert engine.stats().requests < 100
 
     def test_a_failing_operation_harms_no_other(self):
-        self.require_data()
         engine, good, bad = self.open(), self.file(pattern(8, 8 * BLOCK)), self.file(b"", os.O_RDONLY)
         memory, target = Memory(8 * BLOCK), Memory(8 * BLOCK)
         operations = []

@@ -17,17 +17,10 @@ REGION = 4 * BLOCK  # bytes of the file, and of memory, that one operation has f
 def draw_faults(draw: random.Random, seed: int) -> FaultSpec:
     """Any mixture of faults; in half of the cases none that is final."""
     final = draw.choice((0.0, 0.05))
-    return FaultSpec(
-        seed=seed,
-        short=draw.choice((0.0, 0.3, 0.9)),
-        eintr=draw.choice((0.0, 0.2)),
-        eagain=draw.choice((0.0, 0.2)),
-        eio=final,
-        enospc=final * draw.choice((0.0, 1.0)),
-        delay=draw.choice((0.0, 0.3)),
-        reorder=draw.choice((0.0, 0.5)),
-        max_delay_us=200,
-    )
+    again = {"short": draw.choice((0.0, 0.3, 0.9)), "eintr": draw.choice((0.0, 0.2)), "eagain": draw.choice((0.0, 0.2))}
+    ends = {"eio": final, "enospc": final * draw.choice((0.0, 1.0))}
+    late = {"delay": draw.choice((0.0, 0.3)), "reorder": draw.choice((0.0, 0.5)), "max_delay_us": 200}
+    return FaultSpec(seed=seed, **again, **ends, **late)
 
 
 def draw_segments(draw: random.Random, memory: Memory, fd: int, start: int, unit: int) -> list[Segment]:

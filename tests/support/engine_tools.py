@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,23 +62,13 @@ class EngineTools:
         with contextlib.ExitStack() as self.on_exit:
             yield
 
-    def options(
-        self, queue_depth: int = 8, rings: int = 1, max_operations: int = 64, faults: FaultSpec | None = None
-    ) -> EngineOptions:
-        return EngineOptions(
-            queue_depth=queue_depth,
-            block_size=BLOCK,
-            rings=rings,
-            alignment=ALIGNMENT,
-            max_operations=max_operations,
-            faults=faults,
-        )
+    def options(self, **given: Any) -> EngineOptions:
+        usual = {"queue_depth": 8, "rings": 1, "max_operations": 64}
+        return EngineOptions(block_size=BLOCK, alignment=ALIGNMENT, **usual | given)
 
-    def open(
-        self, *, queue_depth: int = 8, rings: int = 1, max_operations: int = 64, faults: FaultSpec | None = None
-    ) -> Engine:
+    def open(self, **given: Any) -> Engine:
         try:
-            engine = self.engine_class(self.options(queue_depth, rings, max_operations, faults))  # type: ignore[call-arg]
+            engine = self.engine_class(self.options(**given))  # type: ignore[call-arg]
         except EngineUnavailable as error:
             pytest.skip(str(error))
         self.on_exit.callback(engine.close)

@@ -120,9 +120,8 @@ class ForkedChild:
 
 def forked_children() -> AbstractContextManager[object]:
     """Return a block in which children of experiments and of checks are forked."""
-    return patch(
-        "nvme_offload.perf.measure.child.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedChild})
-    )
+    forking = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedChild})
+    return patch("nvme_offload.perf.measure.child.subprocess", forking)
 
 
 def _serve_channel(channel: Connection, log: str, environment: dict[str, str]) -> None:

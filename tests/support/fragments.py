@@ -50,9 +50,8 @@ def trainers(names):
     """What somebody has who trains with `Trainer`."""
     transformers = import_module("transformers")
     llama = import_module("tests.support.small_llama")
-    settings = transformers.TrainingArguments(
-        output_dir="trained", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none"
-    )
+    how = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}
+    settings = transformers.TrainingArguments(output_dir="trained", **how)
     found = {"settings": settings, "data": llama.rows(), "Trainer": transformers.Trainer, "torch": torch}
     return found | {"model": llama.llama().bfloat16(), "OffloadAdamW": OffloadAdamW}
 

@@ -55,18 +55,10 @@ class State:
         return pool.update([self.segment(grad, scalars, **log)])[0]
 
     def segment(self, grad: torch.Tensor | None, scalars: StepScalars, **log: Any) -> kernels.Segment:
-        return make_segment(
-            param=self.param,
-            grad=grad,
-            master=self.master,
-            states=self.states,
-            checksums=self.checksums,
-            rule=self.rule,
-            scalars=scalars.of_kernel,
-            grad_scale=scalars.grad_scale,
-            origin=Origin(0, 0, (self.param.numel(),), (1,)) if self.rule.dithers else None,
-            **log,
-        )
+        origin = Origin(0, 0, (self.param.numel(),), (1,)) if self.rule.dithers else None
+        tensors = {"param": self.param, "grad": grad, "master": self.master, "states": self.states}
+        how = {"rule": self.rule, "scalars": scalars.of_kernel, "grad_scale": scalars.grad_scale, "origin": origin}
+        return make_segment(**tensors, **how, checksums=self.checksums, **log)
 
     def copied(self) -> "State":
         tensors = (self.param, self.master, self.checksums)

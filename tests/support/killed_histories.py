@@ -258,15 +258,10 @@ class Histories:
     def _some_death(self, at_change):
         """Gives what one rank, or each, dies of."""
         rank = self.chance.choice([*self._ranks, None])
-        of_ranks = [
-            partial(
-                DiesAtAChange,
-                self.chance.randrange(_MOST_CALLS),
-                self.chance.randint(1, _MOST_CHANGES),
-                after=self.chance.random() < 0.5,
-            )
-            for _ in self._ranks
-        ]
+        of_ranks = []
+        for _ in self._ranks:
+            call, change = self.chance.randrange(_MOST_CALLS), self.chance.randint(1, _MOST_CHANGES)
+            of_ranks.append(partial(DiesAtAChange, call, change, after=self.chance.random() < 0.5))
         return lambda number: of_ranks[number]() if at_change and rank in (number, None) else None
 
     @property

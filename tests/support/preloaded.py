@@ -5,17 +5,11 @@ import gc
 import sys
 from importlib import import_module
 
-for name in (
-    "hypothesis",
-    "numpy",
-    "pytest",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "nvme_offload.optim.zero.initialize",
-    "transformers.models.llama.modeling_llama",
-):
+NAMES = """
+hypothesis numpy pytest torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining
+torch.distributed.tensor.parallel nvme_offload.optim.zero.initialize transformers.models.llama.modeling_llama
+"""
+for name in NAMES.split():
     with contextlib.suppress(ImportError):
         import_module(name)
 

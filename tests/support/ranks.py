@@ -67,12 +67,10 @@ def start_ranks(function, places, *args):
     """Do what `run_ranks` does; where a place says how to enter it, there, with its environment and without a group."""
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
-        processes = [
-            FORKED.Process(
-                target=_run_rank, args=(function, rank, len(places), folder, environment | more, enter, args)
-            )
-            for rank, (enter, more) in enumerate(places)
-        ]
+        processes = []
+        for rank, (enter, more) in enumerate(places):
+            given = (function, rank, len(places), folder, environment | more, enter, args)
+            processes.append(FORKED.Process(target=_run_rank, args=given))
         for process in processes:
             process.start()
         for process in processes:

@@ -91,9 +91,8 @@ def _mount(file_systems: Mapping[Path, str]) -> None:
     for directory, kind in file_systems.items():
         name, _, options = kind.partition(",")  # as "tmpfs,size=1m"
         data = ",".join(filter(None, ("mode=1777", options))).encode()
-        check(
-            libc.mount(name.encode(), os.fsencode(directory), name.encode(), ctypes.c_ulong(0), data), f"mount {kind}"
-        )
+        made = libc.mount(name.encode(), os.fsencode(directory), name.encode(), ctypes.c_ulong(0), data)
+        check(made, f"mount {kind}")
 
 
 def _become_nobody() -> None:

@@ -55,12 +55,8 @@ def section(device, path, clip=0.5, host_budget=None):
     offload = {"device": device, "buffer_count": 2, "staging_budget": "2MiB"}
     if device == "nvme":
         offload["nvme_path"] = str(path)
-    return {
-        "zero_optimization": {"sub_group_size": 65536, "offload_optimizer": offload},
-        "aio": {"block_size": "128KiB"},
-        "gradient_clipping": clip,
-        "host_budget": host_budget,
-    }
+    zero, aio = {"sub_group_size": 65536, "offload_optimizer": offload}, {"block_size": "128KiB"}
+    return {"zero_optimization": zero, "aio": aio, "gradient_clipping": clip, "host_budget": host_budget}
 
 
 def loss_of(model, rank, step, micro):

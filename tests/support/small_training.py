@@ -12,23 +12,15 @@ from nvme_offload import OffloadAdamW
 SIZES = ((70_001, torch.bfloat16), (999, torch.float32), (131_072, torch.bfloat16), (5, torch.float16))
 
 
-def train(
-    path: str | Path, engine: str, *, num_steps: int = 4, before_step: Callable[[int], None] = lambda number: None
-) -> dict[str, Any]:
+def train(path: Path, engine: str, *, num_steps: int = 4, before_step: Callable[[int], object] = int) -> dict[str, Any]:
     """Train on made-up gradients; the same arguments but for `path` and `engine` must give the same digest."""
     generator = torch.Generator().manual_seed(7)
     params = [torch.nn.Parameter(torch.randn(numel, generator=generator).to(dtype)) for numel, dtype in SIZES]
-    section = {
-        "zero_optimization": {
-            "sub_group_size": 65536,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(path), "staging_budget": "8MiB"},
-        },
-        "aio": {"engine": engine, "direct": "optional", "block_size": "64KiB"},
-        "gradient_clipping": 1.0,
-    }
+    offload = {"device": "nvme", "nvme_path": str(path), "staging_budget": "8MiB"}
+    section = {"zero_optimization": {"sub_group_size": 65536, "offload_optimizer": offload}, "gradient_clipping": 1.0}
+    section["aio"] = {"engine": engine, "direct": "optional", "block_size": "64KiB"}
     optimizer = OffloadAdamW(params, lr=1e-2, offload=section)
     tier = optimizer.store.tier
-    assert tier is not None
     try:
         for number in range(num_steps):
             before_step(number)

@@ -71,20 +71,12 @@ def section(path, param="none", grads="none", state="cpu", accumulation=ACCUMULA
     def tier(device, **more):
         return {"device": device, **({"nvme_path": str(path), **more} if device == "nvme" else {})}
 
-    return {
-        "zero_optimization": {
-            "stage": stage,
-            "sub_group_size": 65536,
-            "offload_optimizer": tier(state, buffer_count=2, staging_budget="2MiB"),
-            "offload_param": tier(param, **{"buffer_count": 3, **offload_param}),
-        },
-        "offload_gradients": tier(grads, buffer_count=2),
-        "aio": {"block_size": "64KiB"},
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-    }
+    zero = {"stage": stage, "sub_group_size": 65536}
+    zero["offload_optimizer"] = tier(state, buffer_count=2, staging_budget="2MiB")
+    zero["offload_param"] = tier(param, **{"buffer_count": 3, **offload_param})
+    config = {"zero_optimization": zero, "offload_gradients": tier(grads, buffer_count=2), "bf16": {"enabled": True}}
+    config |= {"aio": {"block_size": "64KiB"}, "gradient_clipping": 0.5, "gradient_accumulation_steps": accumulation}
+    return config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 
 def make(config, **model):

@@ -42,13 +42,9 @@ def section(
     offload: dict[str, Any] = {"device": "cpu", "buffer_count": buffers, "pin_memory": pin_memory}
     if path is not None:
         offload |= {"device": "nvme", "nvme_path": str(path)}
-    return {
-        "zero_optimization": {"sub_group_size": sub_group_size, "offload_optimizer": offload},
-        "aio": aio,
-        "gradient_clipping": clip,
-        "host_budget": host_budget,
-        "device_budget": device_budget,
-    }
+    zero = {"sub_group_size": sub_group_size, "offload_optimizer": offload}
+    budgets = {"host_budget": host_budget, "device_budget": device_budget}
+    return {"zero_optimization": zero, "aio": aio, "gradient_clipping": clip, **budgets}
 
 
 def nvme_tier(path: Path, **aio: Any) -> NvmeTier:
@@ -133,9 +129,8 @@ class Twin:
     def __post_init__(self) -> None:
         self.dtypes = [p.dtype for p in self.params]
         self.masters = [p.detach().float().reshape(-1).numpy().copy() for p in self.params]
-        self.states = {
-            state.name: [np.full_like(master, state.birth) for master in self.masters] for state in self.rule.states
-        }
+        births = {state.name: state.birth for state in self.rule.states}
+        self.states = {name: [np.full_like(master, birth) for master in self.masters] for name, birth in births.items()}
         self.steps = [0] * len(self.params)
         self.own_settings: dict[int, Mapping[str, Any]] = {}  # by parameter index, where they differ from `settings`
 
@@ -150,14 +145,10 @@ class Twin:
                 continue
             self.steps[i] += 1
             settings = {**self.settings, **self.own_settings.get(i, {})}
-            self.masters[i], *states = step_reference(
-                twin_of(self.rule.name),
-                self.masters[i],
-                grad,
-                [values[i] for values in self.states.values()],
-                self.rule.scalars(settings, self.steps[i]),
-                -coef if settings.get("maximize") else coef,
-            )
+            scalars, scale = self.rule.scalars(settings, self.steps[i]), -coef if settings.get("maximize") else coef
+            states = [values[i] for values in self.states.values()]
+            twin = twin_of(self.rule.name)
+            self.masters[i], *states = step_reference(twin, self.masters[i], grad, states, scalars, scale)
             states = round_states(self.rule, states, self.steps[i], i)
             for values, updated in zip(self.states.values(), states, strict=True):
                 values[i] = updated

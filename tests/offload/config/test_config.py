@@ -122,14 +122,10 @@ def test_a_long_value_is_shortened():
 
 OF_MODELS = [(*model.model_fields, *model.IGNORED, *model.ONLY) for _, model in sections(OffloadConfig)]
 NAMES = sorted({name for names in OF_MODELS for name in names})
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["auto", "1MiB"])
-)
-JUNK = st.recursive(
-    VALUES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NAMES, "x", 1]), inner),
-    max_leaves=12,
-)
+WORDS = st.text(max_size=5) | st.sampled_from(["auto", "1MiB"])
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS
+KEYS = st.sampled_from([*NAMES, "x", 1])
+JUNK = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=12)
 
 
 @settings(max_examples=50)

@@ -300,16 +300,9 @@ def test_transformers_resolves_to_the_same(tmp_path, more):
             HfDeepSpeedConfig.__init__(self, section)
             self.mismatches = []
 
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=4,
-        learning_rate=3e-5,
-        adam_beta2=0.98,
-        max_grad_norm=0.5,
-        **more,
-    )
+    given = {"use_cpu": True, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "learning_rate": 3e-5}
+    given |= {"adam_beta2": 0.98, "max_grad_norm": 0.5, **more}
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), **given)
     theirs = Config(json.loads(json.dumps(AUTO)))
     theirs.trainer_config_process(args)
     theirs.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 200)

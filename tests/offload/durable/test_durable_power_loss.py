@@ -98,15 +98,15 @@ def newest_by_step(files):
     return sorted((held for held in files._held if held), key=lambda held: (held.step, held.sequence), reverse=True)
 
 
+def opened_unsynced(at, name, direct):
+    return Descriptor(os.open, at / name, os.O_RDWR)
+
+
 WRONG = {
     "no sync of the data": (spaces, "sync_data", lambda fd: None),
     "manifests ordered by step": (ManifestFiles, "newest_first", newest_by_step),
     "stale manifests left alive": (ManifestFiles, "destroy", lambda files, manifest: None),
-    "manifests that do not last": (
-        manifests,
-        "open_synced",
-        lambda at, name, direct: Descriptor(os.open, at / name, os.O_RDWR),
-    ),
+    "manifests that do not last": (manifests, "open_synced", opened_unsynced),
     "torn manifests taken for whole": (manifests, "_digest", lambda header, body: bytes(32)),
     "one extent for each slot": (runs.ExtentRing, "_is_kept", lambda ring, record, extent: False),
     "snapshots that pin nothing": (runs.ExtentRing, "pin", lambda ring, name, tables: None),

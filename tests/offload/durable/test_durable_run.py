@@ -144,7 +144,7 @@ OPERATIONS = [
 ]  # fmt: skip
 
 
-def walk(folder, seed, num_operations, steps_back=1):
+def walk(folder, seed, num_operations, steps_back):
     walk, done = Walk(folder, seed, steps_back), []
     for _ in range(num_operations):
         operation = walk.chance.choice(OPERATIONS)
@@ -160,20 +160,14 @@ def walk(folder, seed, num_operations, steps_back=1):
     return walk
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_it_does_the_latest_commit_and_every_snapshot_are_there(in_memory, seed):
-    walk(in_memory, seed, 30)
+WALKS = [(0, 30, 1), (1, 30, 1), (2, 30, 1), (3, 30, 3)]
+WALKS += [pytest.param(seed, 200, back, marks=pytest.mark.slow) for seed in range(100, 130) for back in (1, 2, 4)]
 
 
-def test_so_is_every_step_that_it_keeps_to_go_back_to(in_memory):
-    walk(in_memory, 3, 30, steps_back=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_back", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(100, 130))
-def test_it_does_so_for_long(in_memory, seed, steps_back):
-    walk(in_memory, seed, 200, steps_back)
+@pytest.mark.parametrize(("seed", "num_operations", "steps_back"), WALKS)
+def test_whatever_it_does_the_latest_commit_and_all_that_it_keeps_is_there(in_memory, seed, num_operations, steps_back):
+    """Every snapshot, and every step that it can go back to."""
+    walk(in_memory, seed, num_operations, steps_back)
 
 
 @pytest.mark.parametrize("part", ["state", "tail", "trailer"])

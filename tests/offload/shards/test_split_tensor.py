@@ -180,12 +180,7 @@ def test_a_stand_in_raises_or_asks_its_handler():
     torch._foreach_zero_([tensor, tensor])
     assert seen == [3, 0, 0]
     assert "gradients of x is on a tier" in repr(tensor)
-    for touch in (
-        lambda: tensor + 1,
-        tensor.sum,
-        lambda: tensor[0],
-        lambda: torch.ones(3, 5).copy_(tensor),
-        tensor.clone,
-    ):
+    copied = torch.ones(3, 5).copy_
+    for touch in (lambda: tensor + 1, tensor.sum, lambda: tensor[0], lambda: copied(tensor), tensor.clone):
         with pytest.raises(StateError, match=r"gradients of x: expected .*use y"):
             touch()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -25,7 +24,7 @@ from nvme_offload.perf.experiments.demo.training import DemoRun, Step
 from nvme_offload.perf.experiments.experiment import Row
 from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
 from scripts import readme_timeline as timeline
-from tests.support.forked import forked_children
+from tests.support.forked import ROOT, forked_children
 
 STEPS = 8
 COMMAND = [sys.executable, "-m", "nvme_offload.perf.experiments", "demo", "--size", "tiny"]
@@ -48,13 +47,11 @@ def finished(once):
 @pytest.fixture
 def runs(finished):
     """Both runs, state on NVMe and in memory, as the file has them."""
-    return tuple(
-        DemoRun(
-            **{key: value for key, value in saved.items() if key != "name"}
-            | {"steps": [Step(**each) for each in saved["steps"]]}
-        )
-        for saved in finished[2]["results"]
-    )
+    made = []
+    for saved in finished[2]["results"]:
+        of_run = {key: value for key, value in saved.items() if key != "name"}
+        made.append(DemoRun(**of_run | {"steps": [Step(**each) for each in saved["steps"]]}))
+    return tuple(made)
 
 
 def output_of(*arguments: str) -> tuple[int, str]:
@@ -184,13 +181,8 @@ def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path):
-    demo_process = subprocess.Popen(
-        [*COMMAND, "--steps", "10000", "--out", str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command, pipe = [*COMMAND, "--steps", "10000", "--out", str(tmp_path)], subprocess.PIPE
+    demo_process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
         assert any("state in memory  8" in line for line in demo_process.stdout)
         assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 2**20], "no swap file"

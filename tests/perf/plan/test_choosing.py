@@ -15,14 +15,8 @@ from nvme_offload.perf.plan.remedies import remedies
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import MOST_ROUNDS, of_gradients, of_parameters
 
-CARD = Machine(
-    host_memory=60 * GiB,
-    device_memory=24 * GiB,
-    drives=Drives.of_rates(7e9, 5e9),
-    capacity=2 * 10**12,
-    flops=155e12,
-    pcie=22e9,
-)
+RATES = {"drives": Drives.of_rates(7e9, 5e9), "flops": 155e12, "pcie": 22e9}
+CARD = Machine(host_memory=60 * GiB, device_memory=24 * GiB, capacity=2 * 10**12, **RATES)
 
 
 def chooser(machine=CARD, tokens=2048, **more):

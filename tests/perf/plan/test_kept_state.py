@@ -19,14 +19,8 @@ MACHINE = Machine(host_memory=10**12)
 
 
 def job_of(section, numels):
-    shape = ModelShape(
-        name="some",
-        layers=tuple((numel,) for numel in numels),
-        rest=(),
-        hidden_size=1,
-        intermediate_size=1,
-        vocab_size=1,
-    )
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 1)
+    shape = ModelShape(name="some", layers=tuple((numel,) for numel in numels), rest=(), **sizes)
     config = OffloadConfig.from_dict({**section, "bf16": {"enabled": True}, "overlap_step": "off"})
     return Job(shape=shape, config=config, tokens=1, checkpointing=False, baseline_bytes=0)
 

@@ -470,13 +470,9 @@ def test_the_libraries_weigh_what_is_planned_for_them():
 def job_of(shape, config):
     with torch.device("meta"):
         model = LlamaForCausalLM(shape)
-    return Job(
-        shape=ModelShape.of_module(model, name="llama", config=shape),
-        config=OffloadConfig.from_dict(config),
-        tokens=TOKENS,
-        checkpointing=False,
-        baseline_bytes=0,
-    )
+    described = ModelShape.of_module(model, name="llama", config=shape)
+    given = {"tokens": TOKENS, "checkpointing": False, "baseline_bytes": 0}
+    return Job(shape=described, config=OffloadConfig.from_dict(config), **given)
 
 
 @pytest.mark.parametrize(("name", "itemsize"), [("AdamW", 10), ("Adam", 10), ("Lion", 6), ("Adagrad", 6), ("SGD", 2)])
@@ -555,11 +551,8 @@ def test_the_plan_says_how_activations_are_kept_fastest(tmp_path):
     config = section("/mnt", activations=place, optimizer=moments)
     model = "--params 1e9 --layers 20 --hidden 2048 --tokens 65536"
     rates = "--read-bw 2GB --write-bw 1GB --host-memory 64GiB"
-    for flops, fastest, more in (
-        (1e10, "all", ""),
-        (1e14, "boundaries", "--sequence 1024"),
-        (1e13, "attention", "--sequence 65536"),
-    ):
+    short, long = "--sequence 1024", "--sequence 65536"
+    for flops, fastest, more in ((1e10, "all", ""), (1e14, "boundaries", short), (1e13, "attention", long)):
         done = plan(f"{model} {rates} --flops {flops} {more}", config, tmp_path)
         words = " ".join(done.output.split())
         assert ("attention" in words.split("activations.keep:")[1]) == bool(more)

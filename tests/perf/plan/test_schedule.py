@@ -14,12 +14,8 @@ def layers(nvme, num_buffers=4, compute=1.0, count=LAYERS, **more):
     """A model of equal layers, a subgroup each; `nvme`: seconds of all reads and writes of a step."""
     group = GroupTime(forward=compute / 3 / count, backward=compute * 2 / 3 / count)
     half = nvme / 2 / count
-    return Work(
-        groups=(group,) * count,
-        subgroups=tuple(SubgroupTime(first=i, last=i, read=half, update=0.0, write=half) for i in range(count)),
-        num_buffers=num_buffers,
-        **more,
-    )
+    subgroups = tuple(SubgroupTime(first=i, last=i, read=half, update=0.0, write=half) for i in range(count))
+    return Work(groups=(group,) * count, subgroups=subgroups, num_buffers=num_buffers, **more)
 
 
 @pytest.mark.parametrize(("overlap_step", "num_buffers", "expected"), [

@@ -42,13 +42,8 @@ def test_a_run_that_is_alive(small, paths):
     shown = dict(zip(headings, run, strict=True))
     assert shown.pop("BYTES").endswith("MiB")
     assert re.fullmatch(r"\d+ s", shown.pop("AGE"))
-    assert shown == {
-        "NAME": "small",
-        "MODEL": "three slots",
-        "STEP": "7",
-        "RANKS": "1",
-        "STATE": f"alive (process {os.getpid()} on {os.uname().nodename})",
-    }
+    state = f"alive (process {os.getpid()} on {os.uname().nodename})"
+    assert shown == {"NAME": "small", "MODEL": "three slots", "STEP": "7", "RANKS": "1", "STATE": state}
     assert snapshots == ["snapshots: kept"]
     small.commit("2", 8)  # nobody was disturbed
     assert lines("list", *paths)[1][2] == "8"

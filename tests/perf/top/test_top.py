@@ -140,26 +140,14 @@ def test_a_live_run_and_after_its_end(training, tmp_path):
         assert ended.output.count("ended 2") == number
 
 
-RECORD = record(
-    3661,
-    {
-        "steps": 17,
-        "achieved_depth": 12.25,
-        "bytes_written": 5 << 30,
-        "grad_bytes_read": 34 << 20,
-        "activation_bytes_written": 17 << 30,
-        "iteration_seconds": 2.0,
-        "iteration_share_of_ideal": 0.5,
-        "iteration_compute_seconds": 1.0,
-        "iteration_wait_seconds_drive": 0.75,
-        "iteration_kernel_seconds": 0.25,
-        "iteration_wait_seconds_staging_buffers": 0.0,
-        "iteration_wait_seconds_kernel": 0.0,
-        "iteration_norm_seconds": None,
-    },
-    planned={"gradients": {"read": 3 << 20, "written": 4 << 20}},
-    since={"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0},
-)
+ITERATION = {"seconds": 2.0, "share_of_ideal": 0.5, "compute_seconds": 1.0, "kernel_seconds": 0.25}
+ITERATION |= {"wait_seconds_drive": 0.75, "wait_seconds_staging_buffers": 0.0, "wait_seconds_kernel": 0.0}
+ITERATION |= {"norm_seconds": None}
+SCALARS = {f"iteration_{name}": value for name, value in ITERATION.items()}
+SCALARS |= {"steps": 17, "achieved_depth": 12.25, "bytes_written": 5 << 30, "grad_bytes_read": 34 << 20}
+SCALARS |= {"activation_bytes_written": 17 << 30}
+SINCE = {"seconds": 2.0, "steps": 1, "bytes_read": 2e9, "bytes_written": 1e9, "drive_busy_seconds": 1.0}
+RECORD = record(3661, SCALARS, planned={"gradients": {"read": 3 << 20, "written": 4 << 20}}, since=SINCE)
 
 
 @pytest.fixture

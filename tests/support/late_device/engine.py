@@ -139,20 +139,10 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
         for parameter in engine.module.parameters():
             for values in (get_full_param(parameter), get_full_optimizer_state(parameter, "exp_avg_sq")):
                 digest.update(values.numpy().tobytes())
-    return {
-        "losses": [float(each) for each in losses],
-        "norms": norms,
-        "digest": digest.hexdigest(),
-        "growth": growth,
-        "born_bytes": born_bytes - before_bytes,
-        "peak_bytes": peak_bytes - before_bytes,
-        "waits": waits,
-        "summed": summed,
-        "worked": worked,
-        "copies_where_it_computes": num_copies,
-        "skipped": stats.skipped_steps,
-        **{name: getattr(stats, name) for name in _COUNTED},
-    }
+    found = {"losses": [float(each) for each in losses], "norms": norms, "digest": digest.hexdigest(), "growth": growth}
+    found |= {"born_bytes": born_bytes - before_bytes, "peak_bytes": peak_bytes - before_bytes, "waits": waits}
+    found |= {"summed": summed, "worked": worked, "copies_where_it_computes": num_copies}
+    return found | {"skipped": stats.skipped_steps, **{name: getattr(stats, name) for name in _COUNTED}}
 
 
 def _wait_for_an_update(names: list[str], seconds: float) -> None:

@@ -1,6 +1,5 @@
 """Kernels of Triton's on the stand-in: its interpreter runs them when their stream comes to them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ class Queued:
         """See there."""
         return self._launched(lambda *own: self.kernels.update_run(rule, *own, **more), torch.int64, (), *given)
 
-    def _launched(
-        self, kernel: Callable[..., torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...], *given: Any
-    ) -> torch.Tensor:
+    def _launched(self, kernel: Any, dtype: torch.dtype, shape: tuple[int, ...], *given: Any) -> torch.Tensor:
         self.num_launches += 1
         result = torch.empty(shape, dtype=dtype, device="late")
         stores = [_stores(each) for each in given]
@@ -37,10 +34,6 @@ class Queued:
 
 
 def _stores(given: Any) -> Any:
-    return (
-        [each.store for each in given]
-        if isinstance(given, list)
-        else given.store
-        if isinstance(given, LateTensor)
-        else given
-    )
+    if isinstance(given, list):
+        return [each.store for each in given]
+    return given.store if isinstance(given, LateTensor) else given

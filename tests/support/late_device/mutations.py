@@ -42,7 +42,7 @@ def _without(holder: Any, name: str, instead: Callable[..., Any]) -> Callable[[]
     return mutated
 
 
-def _edited(holder: Any, name: str, text: str, instead: str) -> Callable[[], AbstractContextManager[None]]:
+def _edited(holder: Any, name: str, text: str, instead: str = "pass") -> Callable[[], AbstractContextManager[None]]:
     """A function as it would be with another text in the place of one that it has once."""
 
     @contextmanager
@@ -184,7 +184,7 @@ OF_PARAMETERS = {
     "a block's buffer is given away before it is copied": _without(Departures, "_send", _send_and_let_go),
     "a parameter is computed with before it is there": _without(_GroupOfOne, "wait_for_unshard", _compute_at_once),
     "memory is taken back before parameters are copied from it": _edited(
-        _GroupOfOne, "wait_for_unshard", "stream.wait_event(computing)", "pass"
+        _GroupOfOne, "wait_for_unshard", "stream.wait_event(computing)"
     ),
 }
 OF_UPDATES_BEHIND = {
@@ -202,37 +202,33 @@ OF_MEMORY = {
 }
 OF_ENDS = {
     "blocks end with copies under way": _edited(Departures, "close", "while self._on_way:", "while False:"),
-    "gradients end with copies under way": _edited(Arrivals, "close", "self._queue.wait()\n    self._end()", "pass"),
-    "a mirror ends with copies under way": _edited(
-        DeviceMirror, "close", "self._down.wait()\n        self._up.wait()", "pass"
-    ),
-    "copies that fail halfway leave one under way": _edited(CopyQueue, "copy_all", "self.wait()", "pass"),
+    "gradients end with copies under way": _edited(Arrivals, "close", "self._queue.wait()\n    self._end()"),
+    "a mirror ends with copies under way": _edited(DeviceMirror, "close", "self._down.wait()\n        self._up.wait()"),
+    "copies that fail halfway leave one under way": _edited(CopyQueue, "copy_all", "self.wait()"),
     "what is copied to is not recorded": _edited(
         CopyQueue, "_queue", "if not kept:", "if not kept and is_host(target.device):"
     ),
 }
 OF_COMMITS = {
-    "what is written of parameters is not there yet": _edited(Sealing, "_fill_tail", "self._mirror.end_step()", "pass")
+    "what is written of parameters is not there yet": _edited(Sealing, "_fill_tail", "self._mirror.end_step()")
 }
 OF_THREADS = {
     "a thread does not begin with its device": _without(device, "use", _nothing),
     "memory is page-locked wherever the thread is": _without(device, "_being_current", lambda *unused: nullcontext()),
 }
 OF_ENGINES = {
-    "updates inside a step are not waited for": _edited(Stepper, "_go_on", "store.mirror.end_step()", "pass"),
+    "updates inside a step are not waited for": _edited(Stepper, "_go_on", "store.mirror.end_step()"),
     "updates behind a step are not waited for by readers": _edited(
-        StateBody, "wait_for_updates", "self.mirror.end_step()", "pass"
+        StateBody, "wait_for_updates", "self.mirror.end_step()"
     ),
     "updates behind a step are not waited for by a gather": _edited(
-        StateBody, "wait_for_updates_of", "self.mirror.end_step()", "pass"
+        StateBody, "wait_for_updates_of", "self.mirror.end_step()"
     ),
     "what is fetched ahead lacks gradients": _edited(job, "read_update_write", "if ahead in record.pending:", "if 1:"),
-    "what is taken back goes before what went up": _edited(
-        DurableState, "take_back", "self._ground.mirror.end_step()", "pass"
-    ),
-    "a gradient is looked at before it has landed": _edited(GradTier, "copy_of", "self.flush()", "pass"),
+    "what is taken back goes before what went up": _edited(DurableState, "take_back", "self._ground.mirror.end_step()"),
+    "a gradient is looked at before it has landed": _edited(GradTier, "copy_of", "self.flush()"),
     "the norm is taken before gradients have landed": _without(GradTier, "land", _nothing),
-    "a gradient is copied before it is computed": _edited(Arrivals, "_send", "self._queue.come_after()", "pass"),
+    "a gradient is copied before it is computed": _edited(Arrivals, "_send", "self._queue.come_after()"),
     "a copy is taken for over": _edited(Departures, "_end_finished", "and mark.query()", ""),
     "a block is given away without waiting": _edited(
         Departures, "free_one", "self._wait_for(self._on_way[0])", "self._end(self._on_way[0])"
@@ -275,21 +271,19 @@ OF_RANKS = {
     ),
 }
 OF_ACTIVATIONS = {
-    "a saved tensor is copied before it is computed": _edited(DeviceCopies, "leave", "self._down.come_after()", "pass"),
+    "a saved tensor is copied before it is computed": _edited(DeviceCopies, "leave", "self._down.come_after()"),
     "a saved tensor's memory is used again before it has left": _while("prompt", _without(Near, "let_go", _nothing)),
     "a saved tensor is written before it has landed": _edited(SwapOut, "move", "self._after is not None", "False"),
     "a saved tensor is computed with before it is there": _edited(
-        DeviceCopies, "take", "self._up.let_current_come_after(near.mark)", "pass"
+        DeviceCopies, "take", "self._up.let_current_come_after(near.mark)"
     ),
     "host memory is lent again before what landed there is copied": _edited(
-        DeviceCopies, "leave", "self._landing[number] = mark, target", "pass"
+        DeviceCopies, "leave", "self._landing[number] = mark, target"
     ),
     "host memory is lent again before it is copied to the device": _edited(
-        DeviceCopies, "bring_ahead", "self._arriving[number] = mark, source", "pass"
+        DeviceCopies, "bring_ahead", "self._arriving[number] = mark, source"
     ),
-    "activations end with copies under way": _edited(
-        DeviceCopies, "close", "self._down.wait()\n    self._up.wait()", "pass"
-    ),
+    "activations end with copies under way": _edited(DeviceCopies, "close", "self._down.wait()\n    self._up.wait()"),
 }
 NO_MISTAKE = {"copies are later than what is computed": _while("prompt")}
 MUTATIONS = NO_MISTAKE | OF_ACTIVATIONS | OF_COMMITS | OF_ENDS | OF_ENGINES | OF_MEMORY | OF_MIRROR | OF_GRADIENTS

@@ -325,7 +325,6 @@ def run_all() -> None:
     with LOCK:
         while LATE.pending:
             stream = next(iter(LATE.pending)).stream
-            assert stream is not None
             stream.run_to(len(stream.queue))
 
 

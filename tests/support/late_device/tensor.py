@@ -117,14 +117,9 @@ class LateTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, store: torch.Tensor, on: Memory | int) -> LateTensor:
         memory = on if isinstance(on, Memory) else Memory(store.untyped_storage(), on)
-        tensor: LateTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            store.shape,
-            strides=store.stride(),
-            storage_offset=store.storage_offset(),
-            dtype=store.dtype,
-            device=torch.device("late", memory.device),
-        )
+        where = {"storage_offset": store.storage_offset(), "device": torch.device("late", memory.device)}
+        how = {"strides": store.stride(), "dtype": store.dtype, **where}
+        tensor: LateTensor = torch.Tensor._make_wrapper_subclass(cls, store.shape, **how)
         tensor.memory = memory
         return tensor
 
@@ -161,9 +156,7 @@ class LateTensor(torch.Tensor):
             self.memory.allocation.recorded.add(stream)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Queue an operator on the current stream; views and shapes are known at once."""
         kwargs = kwargs or {}
         others = {kind for kind in types if not issubclass(kind, (LateTensor, torch.nn.Parameter))} - {torch.Tensor}
@@ -340,20 +333,12 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_copy(
-    source: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    memory_format: Any = None,
-    **unused: Any,
+    source: Any, *, dtype: Any = None, device: Any, non_blocking: bool = False, memory_format: Any = None, **unused: Any
 ) -> torch.Tensor:
     shape = torch.empty_like(_meta(_store(source)), dtype=dtype, memory_format=memory_format or torch.preserve_format)
     room = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="cpu")
-    assert device is not None
-    return _copy(
-        room if torch.device(device).type == "cpu" else LateTensor(room, number_of(device)), source, non_blocking
-    )
+    target = room if torch.device(device).type == "cpu" else LateTensor(room, number_of(device))
+    return _copy(target, source, non_blocking)
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -202,9 +202,8 @@ class History:
         nothing else, all of it and whatever else nothing covers, all of it and all but one of the others, each alone.
         """
         other, left_out = self.without(sync), self.events.index(sync)
-        covered = [
-            theirs for mine, theirs in zip(self.changes, other.changes, strict=True) if mine.durable_at == left_out
-        ]
+        both = zip(self.changes, other.changes, strict=True)
+        covered = [theirs for mine, theirs in both if mine.durable_at == left_out]
         seen: set[Any] = set()
         for at in range(left_out - 1, len(other.events)):
             pending = other._pending(at)
@@ -263,9 +262,8 @@ class History:
         at, sector = chance.randrange(-1, len(self.events)), chance.choice(SECTORS)
         share, fill = chance.choice((0.05, 0.3, 0.5, 0.7, 0.95)), chance.choice((0, STALE))
         pending = self._pending(at)
-        pieces = itertools.chain.from_iterable(
-            change.sectors(sector) if isinstance(change, Bytes) else [change] for change in pending
-        )
+        parts = (change.sectors(sector) if isinstance(change, Bytes) else [change] for change in pending)
+        pieces = itertools.chain.from_iterable(parts)
         yield from self._lost(seen, at, pending, [piece for piece in pieces if chance.random() < share], fill)
 
     def _pending(self, at: int) -> list[Change]:

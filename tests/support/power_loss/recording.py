@@ -290,10 +290,8 @@ def _mkdir(r: Recording, real: Any, path: Any, mode: int = 0o777, *, dir_fd: int
         r.note(events.Made, where, os.stat(path, dir_fd=dir_fd).st_ino, "folder")
 
 
-def _symlink(
-    r: Recording, real: Any, source: Any, path: Any, target_is_directory: bool = False, *, dir_fd: int | None = None
-) -> None:
-    real(source, path, target_is_directory, dir_fd=dir_fd)
+def _symlink(r: Recording, real: Any, source: Any, path: Any, *more: Any, dir_fd: int | None = None) -> None:
+    real(source, path, *more, dir_fd=dir_fd)
     if (where := r.path(path, dir_fd)) is not None:
         inode = os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_ino
         r.note(events.Made, where, inode, "link", os.fsdecode(source))

@@ -98,13 +98,7 @@ def draw_case(seed: int, subjects: Mapping[str, Any]) -> Case:
     subject = subjects[name]
     options = subject.draw_options(draw)
     full = draw.random() < 0.15
-    return Case(
-        seed=seed,
-        subject=name,
-        options=options,
-        restlessness=draw.choice((0.02, 0.1, 0.4)),
-        preemption=draw.choice(("none", "none", "calls", "opcodes")),
-        calls=draw_calls(draw, subject.calls, subject.most_calls),
-        faults=draw_faults(draw, checksums=bool(options.get("checksums"))),
-        full_at=(draw.randint(1, 8),) if full else (),
-    )
+    pace = draw.choice((0.02, 0.1, 0.4)), draw.choice(("none", "none", "calls", "opcodes"))
+    calls = draw_calls(draw, subject.calls, subject.most_calls)
+    faults = draw_faults(draw, checksums=bool(options.get("checksums")))
+    return Case(seed, name, options, *pace, calls, faults, full_at=(draw.randint(1, 8),) if full else ())

@@ -3,7 +3,6 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.support.simulator.world import Thread, World
@@ -122,15 +121,7 @@ class Condition:
 class SteppedThread:
     """`threading.Thread`, as far as this package uses it."""
 
-    def __init__(
-        self,
-        *,
-        target: Callable[..., None],
-        name: str,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        daemon: bool = True,
-    ) -> None:
+    def __init__(self, *, target: Any, name: str, args: Any = (), kwargs: Any = None, daemon: bool = True) -> None:
         self._run = lambda: target(*args, **(kwargs or {}))
         self._thread = Thread(name)
         self.name = name

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nvme_offload import CheckpointWriteError, StateError, WeightsError, initialize
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from nvme_offload.optim.checkpoint.files import PARTIAL, REPLACED
 from nvme_offload.optim.state.condition import StepPhase
 from tests.support.power_loss import Recording
-from tests.support.sharded_model import digest_of, full_state
+from tests.support.sharded_model import digest_of, full_state, whole
 from tests.support.simulator.case import Strike
 from tests.support.simulator.run import Player
 from tests.support.simulator.subjects.base import Subject, aio_options
@@ -28,13 +27,8 @@ LEFTOVERS = (PARTIAL, REPLACED, ".nvme-offload-unmarked")
 """Names of what a save that was cut short may leave, until the next one, end with these."""
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 BLOCKS = BF16 | {"gradient_accumulation_steps": 2}
-MODES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": BF16,
-    "blocks": BLOCKS,
-    "blocks, updated in backward": BLOCKS
-    | {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
-}
+IN_BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+MODES = {"fp32": {}, "bf16": BF16, "blocks": BLOCKS, "blocks, updated in backward": BLOCKS | IN_BACKWARD}
 """Their sections say this besides; where they are in blocks, parameters and gradients are on NVMe, too."""
 MOST_STEPS = 6
 SHARD_BYTES = 300  # of an exported file: several for the model
@@ -59,15 +53,9 @@ def made(mode: str, seed: int, offload: dict[str, Any], aio: dict[str, Any], ord
         tier = {"device": "nvme", "nvme_path": path, "buffer_count": 2}
         zero |= {"stage": 3, "offload_param": tier}
         tiers = {"offload_gradients": tier, "micro_batch_order": order}
-    section = {
-        "zero_optimization": zero,
-        **tiers,
-        "aio": aio,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        **MODES[mode],
-    }
+    section = {"zero_optimization": zero, **tiers, "aio": aio, "gradient_clipping": 0.5}
+    section["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    section |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, **MODES[mode]}
     with torch.device("meta" if more else "cpu"):
         model = Model()
     return initialize(model, section, blocks=("first", "second") if tiers else None, **more)
@@ -105,12 +93,8 @@ class Training:
     def _note(self, engine: Any) -> None:
         self.digests.append(digest_of(engine))
         self.positions[self.digests[-1]] = len(self.digests) - 1
-        self.weights.append(
-            {
-                name: value.detach().full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
-                for name, value in engine.module.state_dict().items()
-            }
-        )
+        values = {name: value.detach() for name, value in engine.module.state_dict().items()}
+        self.weights.append({name: whole(value).clone() for name, value in values.items()})
 
 
 @functools.cache
@@ -175,9 +159,8 @@ class CheckpointSubject(Subject):
             self._struck(None if in_passes else strike, lambda: self.attempt(self._step))
             self._persist(self._step)
         except StateError:
-            assert self.updates_in_backward or (strike is not None and strike.kind.startswith("raise")), (
-                "Ctrl-C is held back where a step could not be finished"
-            )
+            raised = strike is not None and strike.kind.startswith("raise")
+            assert self.updates_in_backward or raised, "Ctrl-C is held back where a step could not be finished"
             self._go_back()
             return
         except AttributeError as error:
@@ -213,9 +196,8 @@ class CheckpointSubject(Subject):
             self._look(name)
         elif error is not None:
             # It leaves what was left before where it ended with an error from behind a step.
-            assert self._names() in (before, {n for n in before if not n.endswith(LEFTOVERS)}), (
-                f"a save that failed left {self._names()}"
-            )
+            named = {name for name in before if not name.endswith(LEFTOVERS)}
+            assert self._names() in (before, named), f"a save that failed left {self._names()}"
         else:
             self.saved[name], self.latest = self.position, name
 
@@ -345,9 +327,8 @@ class CheckpointSubject(Subject):
 
     def _check_position(self) -> None:
         found = self._persist(lambda: digest_of(self.engine))
-        assert found == self.training.digests[self.position], (
-            f"the engine is at {self.training.positions.get(found, 'no known')} step, not at {self.position}"
-        )
+        known = self.training.positions.get(found, "no known")
+        assert known == self.position, f"the engine is at {known} step, not at {self.position}"
 
     def _load(self, tag: str | None, position: int, strike: Strike | None) -> None:
         self._struck(strike, lambda: self._disk_attempt(lambda: self.engine.load_checkpoint(self.root, tag)))
@@ -395,7 +376,6 @@ class CheckpointSubject(Subject):
             self.exported = None
             return
         for position in possible - {None}:
-            assert position is not None
             expected = self.training.weights[position]
             if expected.keys() == found.keys() and all(torch.equal(expected[n].float(), found[n]) for n in found):
                 self.exported = position

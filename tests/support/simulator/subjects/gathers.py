@@ -15,9 +15,8 @@ from tests.support.simulator.subjects.base import Subject, aio_options
 from tests.support.views_out import watched
 
 ParamTier = resolve_name("nvme_offload.offload.shards.param_tier:ParamTier")
-Padded, ResidentShard = (
-    resolve_name(f"nvme_offload.offload.shards.stored:{name}") for name in ("Padded", "ResidentShard")
-)
+Padded = resolve_name("nvme_offload.offload.shards.stored:Padded")
+ResidentShard = resolve_name("nvme_offload.offload.shards.stored:ResidentShard")
 NvmeTier = resolve_name("nvme_offload.offload.storage.nvme_tier:NvmeTier")
 NUMEL = 2500  # of each of two parameters in a block
 FORM = Padded(torch.Size([NUMEL]), torch.float32)

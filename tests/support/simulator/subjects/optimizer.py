@@ -71,27 +71,16 @@ class OptimizerSubject(Subject):
 
     weight = 5
     calls = {  # noqa: RUF012
-        "step": 10,
-        "synchronize": 2,
-        "state_dict": 2,
-        "entry": 2,
-        "set_entry": 2,
-        "load": 2,
-        "drop_copies": 1,
-        "reopen": 1,
-        "kill": 1,
-    }
+        "step": 10, "synchronize": 2, "state_dict": 2, "entry": 2, "set_entry": 2, "load": 2, "drop_copies": 1,
+        "reopen": 1, "kill": 1,
+    }  # fmt: skip
     most_calls = 9
 
     @staticmethod
     def draw_options(draw: random.Random) -> dict[str, Any]:
-        return {
-            **aio_options(draw),
-            "training": draw.randrange(len(TRAININGS)),
-            "buffers": draw.randint(2, 4),
-            "patience": draw.randint(0, 6),
-            "opening": draw.choice((0, 0, 0, int(1500 ** draw.random()))),
-        }
+        own = aio_options(draw) | {"training": draw.randrange(len(TRAININGS)), "buffers": draw.randint(2, 4)}
+        own |= {"patience": draw.randint(0, 6), "opening": draw.choice((0, 0, 0, int(1500 ** draw.random())))}
+        return own
 
     def __init__(self, player: Player) -> None:
         super().__init__(player)
@@ -106,9 +95,8 @@ class OptimizerSubject(Subject):
         self.params = self.training.fresh()
         params = iter(self.params)
         groups = [{"params": [next(params) for _ in group]} for group in self.training.groups]
-        options = section(
-            self.player.folder, buffers=self.options["buffers"], clip=self.training.clip, sub_group_size=1, **self.aio
-        )
+        how = {"buffers": self.options["buffers"], "clip": self.training.clip, "sub_group_size": 1}
+        options = section(self.player.folder, **how, **self.aio)
         make = lambda: self._make(groups, options)  # noqa: E731
         made, cut = self.player.struck(strike, make)
         while made is None:
@@ -195,9 +183,7 @@ class OptimizerSubject(Subject):
     def finish(self) -> None:
         optimizer = self.optimizer
         self.persist(optimizer.synchronize)
-        pipeline = optimizer.store.pipeline
-        assert pipeline.pool is not None
-        pool = pipeline.pool
+        pipeline, pool = optimizer.store.pipeline, optimizer.store.pipeline.pool
         assert pool.num_free + len({slot.buffer.place for slot in pipeline.residents}) == pool.num_buffers
         if self.case.seed % 4:
             self.persist(pipeline.drop_copies)  # all that is compared comes from the drive
@@ -236,7 +222,6 @@ class OptimizerSubject(Subject):
         try:
             self.persist(self.optimizer.finish_step)
         except StateError:
-            assert strike is not None
             assert strike.kind.startswith("raise"), "Ctrl-C is held back where a step could not be finished"
             self.load(self.position, None)
             return False

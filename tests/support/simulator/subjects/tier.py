@@ -138,10 +138,8 @@ class TierSubject(Subject):
         memory = buffer.view(torch.uint8, 0, num_units * UNIT).view(num_units, UNIT)
         memory.copy_(torch.tensor(values, dtype=torch.uint8).view(-1, 1).expand(num_units, UNIT))
         call = self.tier.write if op is Op.WRITE else self.tier.read
-        size = num_units * UNIT
-        transfer, cut = self.player.struck(
-            strike, lambda: call(stored.extent, buffer, what="an extent", kind="case", size_bytes=size)
-        )
+        about = {"what": "an extent", "kind": "case", "size_bytes": num_units * UNIT}
+        transfer, cut = self.player.struck(strike, lambda: call(stored.extent, buffer, **about))
         if cut is None:
             self.under_way.append(UnderWay(op, stored, values, buffer, transfer))
             return
