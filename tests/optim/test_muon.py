@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from nvme_offload import ConfigError, OffloadAdamW, OffloadMuon, StateError, initialize
-from tests.support.interrupts import STRIKES, Struck, every, raise_struck, sigint_at_update, strided
+from nvme_offload import ConfigError, OffloadAdamW, OffloadMuon, initialize
+from tests.support.interrupts import STRIKES, every, raise_struck, sigint_at_update, strided, struck
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import ACCUMULATION, assert_same, full_state, loss_of, sharded_model
 from tests.support.sharded_model import section as sharded_section
+from tests.support.tiers import goes_on
 from tests.support.training import assert_same_bits, assert_same_training, param, params_of, section, set_grads
 
 SHAPES = [(64, 192), (192, 64), (131, 137), (150, 150), (1, 5), (7, 1)]
@@ -190,17 +191,8 @@ def test_a_step_that_was_cut_off_is_finished_repeated_or_refused(drive, strike, 
                 set_grads(params, step % 4)
             memory.step()
             before = nvme.stats().steps
-            try:
-                with interrupt:
-                    nvme.step()
-            except (Struck, KeyboardInterrupt):
-                pass
-            try:
-                if nvme.has_unfinished_step:
-                    nvme.finish_step()
-                elif nvme.stats().steps == before:
-                    nvme.step()
-            except StateError:
+            struck(interrupt, nvme.step)
+            if not goes_on(nvme, before):
                 assert strike is raise_struck, interrupt.place
                 for p, q in zip(*runs, strict=True):
                     p.data.copy_(q.data)

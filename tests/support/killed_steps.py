@@ -126,19 +126,11 @@ KINDS = {
     "in-memory-too": Kind(train_optimizer, how={"host_budget": "7MiB"}),
     "logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}),
     "logged-in-memory-too": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"}),
-    "everything": Kind(train_engine, how={"tiers": "everything"}),
-    "everything-logged": Kind(train_engine, how={"tiers": "everything, logged"}),
-    "in-backward": Kind(train_engine, how={"tiers": "backward"}, plain={"tiers": "unclipped"}),
-    "parameters-logged": Kind(train_engine, how={"tiers": "parameters, logged"}),
     "copies": Kind(train_optimizer, copies=True),
     "copies-logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}, copies=True),
-    "two-ranks": Kind(train_engine, 2),
     "two-ranks-copies-logged": Kind(train_engine, 2, {"tiers": "state, logged"}, copies=True),
     "two-hosts-copies": Kind(train_engine, 2, copies=True, hosts=True),
     "two-hosts-copies-logged": Kind(train_engine, 2, {"tiers": "parameters, logged"}, copies=True, hosts=True),
-    "two-ranks-logged": Kind(train_engine, 2, {"tiers": "state, logged"}),
-    "two-ranks-everything": Kind(train_engine, 2, {"tiers": "everything"}),
-    "two-ranks-in-backward": Kind(train_engine, 2, {"tiers": "backward, logged"}, {"tiers": "unclipped"}),
 }
 
 

@@ -14,14 +14,11 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.optim.layout.master import MasterForm, state_itemsize
 from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.rules.registry import rule_named
-from tests.support.ranks import run_ranks
-from tests.support.resuming import fresh_engine, scalars_of, steps_of
+from tests.support.resuming import fresh_engine
 from tests.support.rules import CASES, NAMES, VARIANTS
-from tests.support.sharded_model import assert_same, full_state
 from tests.support.training import (
     BLOCK,
     MILLION,
-    assert_same_bits,
     assert_same_training,
     param,
     params_of,
@@ -164,41 +161,6 @@ def test_state_has_the_bytes_that_the_rule_says(case, dtype, drive):
 
 
 @every_case
-def test_groups_schedulers_and_torchs_own_state_dict(case, drive):
-    """Begun with torch, continued here, with two groups and a schedule."""
-    begun, ours = ([param(shape, torch.float32, seed=i) for i, shape in enumerate(SHAPES)] for _ in range(2))
-
-    def groups(params):
-        return [{"params": params[:2]}, {"params": params[2:], "lr": 2 * case.settings["lr"]}]
-
-    def train(params, optimizer, steps):
-        for step in steps:
-            take_steps(optimizer, params, step)
-            schedules[optimizer].step()
-
-    with case.make(groups(ours), section(drive)) as optimizer:
-        theirs = case.make_torch(groups(begun))
-        schedules = {
-            each: torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, theirs)
-        }
-        train(begun, theirs, range(3))
-        with torch.no_grad():
-            for p, q in zip(ours, begun, strict=True):
-                p.copy_(q)
-        optimizer.load_state_dict(theirs.state_dict())
-        loaded = optimizer.state_dict()["state"]
-        for index, entries in theirs.state_dict()["state"].items():
-            saved = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-            kept = {state.name: saved[state.name].to(state.dtype).float() for state in case.rule.states if saved}
-            assert_same_bits({name: loaded[index][name] for name in saved}, {**saved, **kept})
-        schedules[optimizer].load_state_dict(schedules[theirs].state_dict())
-        train(begun, theirs, range(3, 6))
-        train(ours, optimizer, range(3, 6))
-        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in theirs.param_groups]
-        assert difference(ours, begun) <= case.tolerance
-
-
-@every_case
 def test_a_state_dict_goes_on_on_another_tier(case, drive, tmp_path):
     """Through a file, in other subgroups, and over a past of its own."""
     straight, resumed = (params_of(SHAPES, *DTYPES) for _ in range(2))
@@ -282,48 +244,6 @@ def test_the_section_makes_it(case, tmp_path):
         itemsize = state_itemsize(MasterForm.ITSELF, case.rule.states)
         [row, _] = engine.precision_plan.to_dict()["parameters"]
         assert row["bytes_per_parameter"].get("nvme", 0) == itemsize
-
-
-def save_and_resume_all(rank, world_size, cases, root, drive):
-    return {str(case): save_and_resume(rank, case, root / str(case), drive) for case in cases}
-
-
-def save_and_resume(rank, case, root, drive):
-    """Two ranks, shards of unequal size: the same bits on both tiers, and a checkpoint that goes on on the other."""
-    optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
-    with (
-        fresh_engine("bf16", drive, **optimizer) as first,
-        fresh_engine("bf16", None, **optimizer) as memory,
-        fresh_engine("bf16", None, seed=1, **optimizer) as other,
-    ):
-        assert steps_of(first, rank, range(2)) == steps_of(memory, rank, range(2))
-        states = [full_state(engine.module, engine.optimizer) for engine in (first, memory)]
-        assert_same(*states)
-        first.save_checkpoint(root)
-        other.load_checkpoint(root)
-        assert_same(full_state(other.module, other.optimizer), states[0])
-        first.module.num_batches *= 0
-        other.module.num_batches *= 0
-        assert steps_of(first, rank, [2]) == steps_of(other, rank, [2])
-        assert_same(full_state(other.module, other.optimizer), full_state(first.module, first.optimizer))
-    return states[0]
-
-
-FEW = [CASES[0], CASES[-1]]  # with most states, and with none
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES[1:-1], marks=pytest.mark.slow)], ids=["few", "others"])
-def test_two_ranks_and_a_checkpoint_on_another_number_of_ranks_and_tier(cases, drive, tmp_path):
-    ranks = run_ranks(save_and_resume_all, 2, cases, tmp_path, drive)
-    for case in cases:
-        saved, theirs = (found[str(case)] for found in ranks)
-        assert_same(saved, theirs)
-        optimizer = {"optimizer": {"type": case.name, "params": case.section_params}}
-        with fresh_engine("bf16", drive, seed=2, **optimizer) as engine:
-            engine.load_checkpoint(tmp_path / str(case))
-            assert_same(full_state(engine.module, engine.optimizer), saved)
-            assert scalars_of(engine)["global_steps"] == 2
 
 
 @pytest.mark.usefixtures("alone")

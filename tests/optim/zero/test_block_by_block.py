@@ -206,26 +206,6 @@ def test_a_guess_in_backward_is_taken_back_where_the_step_clips(alone, tmp_path,
         assert (stats.updates_taken_back > 0) == (clip == 0.5)
 
 
-@pytest.mark.parametrize(
-    ("order", "overlap", "every"),
-    [("vertical", "backward", 3), ("vertical", "forward", 3), ("horizontal", "forward", 1)],
-)
-def test_steps_of_a_durable_run_are_hidden_too(alone, tmp_path, order, overlap, every):
-    """Between two rewritings of its state the gradients are in its log."""
-    wanted = of_the_loop(3, 5, **PLAIN)
-    config = config_of(tmp_path, order, 3, **BACKWARD | {"overlap_step": overlap}, **EVERYTHING)
-    durable = {"durable": True, "rewrite_every": every, "staging_budget": "4MiB"}
-    config["zero_optimization"]["offload_optimizer"] |= durable
-    with make(config, num_layers=3) as engine:
-        seen = [step_of(engine, number) for number in range(5)]
-        compare(wanted, (full_state(engine.module, engine.optimizer), seen))
-        stats = engine.optimizer.stats()
-    assert (stats.updates_in_backward if overlap == "backward" else stats.updates_behind) > 0
-    with make(config, num_layers=3) as engine:
-        engine.resume()
-        assert_same(full_state(engine.module, engine.optimizer), wanted[0])
-
-
 def test_gradients_of_updated_blocks_are_gone(alone, tmp_path):
     with make(config_of(tmp_path, "vertical", 2, **BACKWARD, **EVERYTHING), num_layers=3) as engine:
         step_of(engine, 0)
