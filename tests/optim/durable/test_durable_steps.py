@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW, OffloadLion, OffloadSGD, ResumeError, StateError
+from nvme_offload import OffloadAdamW, OffloadLion, ResumeError, StateError
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.optim.step.norm import total_norm
 from tests.support.durable_run import offload_runs
@@ -43,20 +43,6 @@ def expected(path, num_steps, **more):
 
 def swap_of(path, name="run"):
     return path / f"nvme-durable-{name}-rank0" / "swap"
-
-
-@pytest.mark.parametrize("kind", [OffloadAdamW, OffloadLion, OffloadSGD])
-@pytest.mark.parametrize("host_budget", [None, "5MiB"])
-def test_a_durable_run_has_the_bits_of_another_and_goes_on_where_it_ended(drive, kind, host_budget):
-    with fresh(drive, kind=kind, host_budget=host_budget) as optimizer:
-        assert optimizer.resume() is None
-        train(optimizer, range(3))
-        assert optimizer.stats().failed_commits == 0
-    with fresh(drive, kind=kind, host_budget=host_budget) as optimizer:
-        assert optimizer.resume() == (3, {})
-        train(optimizer, range(3, 5))
-        assert_same_bits(snapshot(optimizer), expected(drive, 5, kind=kind, host_budget=host_budget))
-        assert optimizer.stats().commits >= 1
 
 
 def test_a_step_takes_its_norm_while_the_one_before_is_made_to_last(drive, monkeypatch):
