@@ -6,6 +6,7 @@
 import logging
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -270,20 +271,37 @@ def has_accumulation_hooks(param: torch.Tensor) -> bool:
     return bool(param._post_accumulate_grad_hooks)
 
 
-def take_the_place_of(old: torch.Tensor, fsdp_param: Any, refuse: Callable[[torch.Tensor], None]) -> None:
-    """Give a sharded parameter what was put on the `old` one: attributes and hooks, whose handles go on removing them.
+class PutOn:
+    """Attributes and hooks that were put on a parameter. This does not keep the parameter, whose memory may be freed.
 
-    ``Tensor._backward_hooks``: what ``register_hook`` fills. `refuse` is called when a gradient reaches the old one.
+    ``Tensor._backward_hooks``: what ``register_hook`` fills.
     """
-    vars(fsdp_param.sharded_param).update(vars(old))
-    if old._backward_hooks:
-        fsdp_param.hooks_of_gradient = _GradientHooks(fsdp_param, old._backward_hooks)
-    if old.requires_grad:
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param = weakref.ref(param)
+        self.attributes = vars(param)
+        self.hooks = param._backward_hooks
+
+
+def take_the_place_of(before: PutOn, fsdp_param: Any, refuse: Callable[[torch.Tensor], None]) -> None:
+    """Give a sharded parameter what was put on the one before it, whose handles go on removing hooks.
+
+    `refuse` is called when a gradient reaches the one before, if somebody has it still.
+    """
+    vars(fsdp_param.sharded_param).update(before.attributes)
+    if before.hooks:
+        fsdp_param.hooks_of_gradient = _GradientHooks(fsdp_param, before.hooks)
+    old = before.param()
+    if old is not None and old.requires_grad:
         old.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
 
 
-def guard_shards(record_of: Callable[[torch.Tensor], Any], why: str) -> None:
+def guard_shards(
+    record_of: Callable[[torch.Tensor], Any], is_own: Callable[[torch.Tensor, torch.Tensor], bool], why: str
+) -> None:
     """Have the parameters for which `record_of` finds FSDP2's record refuse ``.data = tensor``, with `why`, and hook.
+
+    ``.data += 1`` changes the data and then assigns what `is_own`.
 
     ``DTensor.data``, ``DTensor.register_hook``: torch takes the first and changes nothing, and never runs a hook of a
     shard: autograd knows the gathered parameter alone, so it is that which is hooked. Idempotent.
@@ -294,6 +312,8 @@ def guard_shards(record_of: Callable[[torch.Tensor], Any], why: str) -> None:
 
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if record_of(tensor) is not None:
+            if is_own(tensor, value):
+                return
             raise ValueError(why)
         plain.data.__set__(tensor, value)
 

@@ -47,7 +47,7 @@ def largest(numbers: Sequence[int], *groups: dist.ProcessGroup) -> list[int]:
     for group in groups:
         found = torch.tensor([int(number) for number in numbers], device=device_of(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        numbers = found.tolist()
+        numbers = found.cpu().tolist()
     return list(numbers)
 
 

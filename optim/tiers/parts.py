@@ -408,7 +408,7 @@ def remember_gatherers(model: nn.Module) -> None:
     for module in model.modules():
         for record in fsdp_params(module):
             _gatherers[id(record.sharded_param)] = weakref.ref(module)
-    guard_shards(lambda param: _gatherer_of(param)[1], _DATA)
+    guard_shards(lambda param: _gatherer_of(param)[1], _is_own_data, _DATA)
 
 
 def drop_gathered(param: torch.Tensor) -> None:
@@ -424,3 +424,11 @@ def _gatherer_of(param: torch.Tensor) -> tuple[Any, Any]:
     module = known() if known else None
     records = fsdp_params(module) if module is not None else ()
     return next(((module, record) for record in records if record.sharded_param is param), (None, None))
+
+
+def _is_own_data(param: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor is the shard that it would be assigned to, as ``param.data`` is."""
+    own, other = local_tensor(param), local_tensor(value) if is_dtensor(value) else value
+    if isinstance(own, SplitTensor):
+        return isinstance(other, SplitTensor) and other.parts is own.parts and other.shape == own.shape
+    return own.shape == other.shape and own.data_ptr() == other.data_ptr()

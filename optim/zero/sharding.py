@@ -20,6 +20,7 @@ from nvme_offload.offload._fsdp_passes import (
     reduce_alike,
 )
 from nvme_offload.offload._torch_private import (
+    PutOn,
     fsdp_params,
     is_compiled,
     reduce_every_call,
@@ -76,7 +77,7 @@ def shard_with_precision(
 
     What it trains in 16 bits becomes fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
-    before = dict(model.named_parameters())
+    before = {name: PutOn(param) for name, param in model.named_parameters()}
     cast_where_needed(model, plan)
     for param in model.parameters():
         if not stays_as_it_came(param):
@@ -110,7 +111,7 @@ def shard_with_precision(
     refuse_what_needs_whole_weights(model)
 
 
-def _replace(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+def _replace(before: Mapping[str, PutOn], model: nn.Module) -> None:
     """Give shards what was put on the parameters that they replace, to which no gradient may come any more."""
     remember_gatherers(model)
     records = {record.sharded_param: record for module in model.modules() for record in fsdp_params(module)}

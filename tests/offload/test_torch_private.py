@@ -291,21 +291,27 @@ def test_reduce_every_call(alone):
     assert grads == [1.0, 2.0]
 
 
+def _is_sharded(shard, value):
+    return private.is_dtensor(value)
+
+
 def test_guard_shards_and_take_the_place_of(alone):
     be_alone()
     layer = torch.nn.Linear(2, 2, bias=False)
     old = layer.weight
     old.is_mine = True
     handle = old.register_hook(lambda grad: 3 * grad)
+    put_on = private.PutOn(old)
     fully_shard(layer)
     [record] = private.fsdp_params(layer)
     shard = layer.weight
     assert not private.has_accumulation_hooks(old)
-    private.take_the_place_of(old, record, Mock(side_effect=TypeError("gone")))
+    private.take_the_place_of(put_on, record, Mock(side_effect=TypeError("gone")))
     assert private.has_accumulation_hooks(old)
-    private.guard_shards(lambda tensor: record if tensor is shard else None, "it is a shard")
+    private.guard_shards(lambda tensor: record if tensor is shard else None, _is_sharded, "it is a shard")
     with pytest.raises(ValueError, match="it is a shard"):
         shard.data = torch.ones(2, 2)
+    shard.data *= 1
     assert shard.is_mine
     assert shard.data is not shard
     shard.register_hook(lambda grad: grad + 1)

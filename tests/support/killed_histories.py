@@ -169,7 +169,9 @@ class Calls:
             self._log.say("done", self.path)
         except (KeyError, ValueError, StateError) as refused:
             said = str(refused)
-            assert any(words in said for words in ("no snapshot", "it is taken", "committed step")), said
+            assert any(
+                words in said for words in ("no snapshot", "it is taken", "committed step", "before the latest")
+            ), said
             self._log.say("refused", said)
         self._trained.client_state["path"] = self.path
 

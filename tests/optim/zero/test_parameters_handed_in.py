@@ -134,6 +134,8 @@ def test_data_is_not_assigned_to_a_shard_unnoticed(alone, tmp_path, param):
         set_full_param(weight, wanted)
         assert torch.equal(get_full_param(weight), wanted)
         assert weight.data.shape == wanted.shape
+        weight.data += 1  # changes it, and then assigns what it is
+        assert torch.equal(get_full_param(weight), wanted + 1)
         copied = weight.detach().clone()
         copied.data = torch.zeros_like(copied)  # of any other tensor it is torch's affair
 

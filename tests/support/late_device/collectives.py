@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
@@ -31,6 +31,12 @@ def run(func: Any, args: tuple[Any, ...]) -> Any:
         options = BroadcastOptions()
         tensors, group, options.rootRank = args[0], args[1], args[2]
         _backend(group).broadcast(tensors, options).wait()
+        return None
+    if func is c10d.allreduce_.default:
+        options = AllreduceOptions()
+        tensors, group = args[:2]
+        options.reduceOp = dist.ReduceOp.MAX  # in a box, too; sums go by reduce_scatter here
+        _backend(group).allreduce(tensors, options).wait()
         return None
     if func is functional.all_gather_into_tensor.default:
         own, size, name = args

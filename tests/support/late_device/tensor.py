@@ -111,8 +111,12 @@ class Memory:
 class LateTensor(torch.Tensor):
     """A tensor on the stand-in."""
 
+    __slots__ = (
+        "memory",
+        "resized",
+    )  # no attributes that somebody put on it: whoever carries these over keeps no bytes
     memory: Memory
-    resized: torch.Tensor | None = None  # what it became by ``resize_``: the shape of a wrapper stays
+    resized: torch.Tensor | None  # what it became by ``resize_``: the shape of a wrapper stays
 
     @staticmethod
     def __new__(cls, store: torch.Tensor, on: Memory | int) -> LateTensor:
@@ -120,7 +124,7 @@ class LateTensor(torch.Tensor):
         where = {"storage_offset": store.storage_offset(), "device": torch.device("late", memory.device)}
         how = {"strides": store.stride(), "dtype": store.dtype, **where}
         tensor: LateTensor = torch.Tensor._make_wrapper_subclass(cls, store.shape, **how)
-        tensor.memory = memory
+        tensor.memory, tensor.resized = memory, None
         return tensor
 
     @property
