@@ -16,8 +16,7 @@ from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
 
 QUICK = [("bf16", "state"), ("fp16", "state, logged"), ("bf16", "everything, logged")]
-SLOW = [("fp16", "state"), ("fp32", "state"), ("fp32", "everything"), ("fp32", "everything, logged")]
-SLOW += [("bf16", tiers) for tiers in TIERS if ("bf16", tiers) not in QUICK]
+SLOW = [("bf16", tiers) for tiers in TIERS if ("bf16", tiers) not in QUICK]  # other precisions: test_drawn_runs.py
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 

@@ -1,12 +1,11 @@
 """A step of a run with a log, and who reads its state, cut short anywhere: the bits stay, and so do the buffers."""
 
-import contextlib
 from itertools import count
 
 import pytest
 import torch
 
-from tests.support.interrupts import STRIKES, Interrupt, Struck, every, raise_struck, strided
+from tests.support.interrupts import STRIKES, Interrupt, every, raise_struck, strided, struck
 from tests.support.logged_pair import ADAMW
 from tests.support.tiers import check_buffers, goes_on
 from tests.support.training import BLOCK, noted
@@ -26,8 +25,7 @@ def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stri
 
     def step(interrupt):
         before = optimizer.stats().steps
-        with contextlib.suppress(Struck, KeyboardInterrupt), interrupt:
-            optimizer.step()
+        struck(interrupt, optimizer.step)
         if not goes_on(optimizer, before):  # struck in the kernel, of which nobody knows how far it got
             pair.load()
 
@@ -41,8 +39,7 @@ def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stri
 def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
     for interrupt in every(stride, raise_struck):
         pair.plain_step()
-        with contextlib.suppress(Struck), interrupt:
-            getattr(pair.logged, read)()
+        struck(interrupt, getattr(pair.logged, read))
         pair.plain_step()
         check(pair, interrupt)
 
@@ -52,8 +49,7 @@ def test_a_log_is_not_done_twice_by_who_reads_again(pair):
     for number in count():
         pair.plain_step()
         interrupt = Interrupt(after_the_kernel(number), raise_struck)
-        with contextlib.suppress(Struck), interrupt:
-            pair.logged.state_dict()
+        struck(interrupt, pair.logged.state_dict)
         if not interrupt.place:
             break
         check(pair, interrupt)

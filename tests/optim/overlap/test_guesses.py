@@ -59,24 +59,16 @@ def trained(config, scales=SCALES, between=lambda engine, step: None):
 
 
 @pytest.mark.filterwarnings("ignore:gradient norm")
-@pytest.mark.parametrize(
-    ("precision", "accumulation", "budget", "period"),
-    [
-        ("bf16", 1, None, 3),
-        ("fp32", 1, "3MiB", 1),
-        pytest.param("fp16", 1, None, 1, marks=pytest.mark.slow),
-        pytest.param("mixed", 2, None, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_the_bits_are_those_of_updates_inside_the_step(alone, eager, tmp_path, precision, accumulation, budget, period):
+@pytest.mark.parametrize(("precision", "budget", "period"), [("bf16", None, 3), ("fp32", "3MiB", 1)])
+def test_the_bits_are_those_of_updates_inside_the_step(alone, eager, tmp_path, precision, budget, period):
     more = {**PRECISIONS[precision], "host_budget": budget}
-    plain, before, _ = trained(config_of(tmp_path, "off", accumulation, **more))
-    ours, stats, num_begun = trained(config_of(tmp_path, "speculate", accumulation, period, **more))
+    plain, before, _ = trained(config_of(tmp_path, "off", **more))
+    ours, stats, num_begun = trained(config_of(tmp_path, "speculate", period=period, **more))
     assert_same(ours, plain)
     assert num_begun
     assert (stats.skipped_steps, stats.failed_commits) == (before.skipped_steps, 0)
     assert stats.guesses > stats.wrong_guesses >= 1
-    assert stats.updates_in_backward > stats.updates_taken_back >= (precision != "fp16")  # its scale keeps changing
+    assert stats.updates_in_backward > stats.updates_taken_back >= 1
 
 
 def test_what_has_been_seen_of_the_norm_stops_a_guess(alone, eager, tmp_path):

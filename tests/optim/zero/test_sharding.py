@@ -85,39 +85,37 @@ FP32, LOW = torch.float32, torch.bfloat16
 BF16, AUTOCAST = {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
 
 
-def test_one_dtype_is_one_group_for_each_block():
-    model = Model()
-    assert groups_of(model, model.layers, **BF16) == [
-        (["layers.0"], LOW),
-        (["layers.1"], LOW),
-        (["layers.2"], LOW),
-        ([""], LOW),
-    ]
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.big = nn.Linear(64, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
 
 
-def test_modules_of_one_precision_in_a_block_are_one_group():
-    model = Model(num_layers=1)
-    assert groups_of(model, model.layers, **BF16, fp32_modules=["*.linear", "*.experts.1", "embedding"]) == [
-        (["layers.0.experts.0"], LOW),
-        (["layers.0"], FP32),
-        (["embedding"], FP32),
-        ([""], LOW),
-    ]
+KEPT = {"fp32_modules": ["*.linear", "*.experts.1", "embedding"]}
+IN_PARTS = [(["layers.0.experts.0"], LOW), (["layers.0"], FP32), (["embedding"], FP32), ([""], LOW)]
+GROUPS = {
+    "one dtype": (Model(), BF16, [*(([f"layers.{number}"], LOW) for number in range(3)), ([""], LOW)]),
+    "two dtypes": (Model(num_layers=1), BF16 | KEPT, IN_PARTS),
+    "mixed by its own": (
+        nn.Sequential(nn.Linear(64, 64), Gated()),
+        AUTOCAST,
+        [(["1.inner.0"], LOW), (["1"], FP32), ([""], LOW)],
+    ),
+    "lists are not called": (Lists(), AUTOCAST, [(["norms.0", "norms.1"], FP32), ([""], LOW)]),
+}
 
 
-def test_a_module_that_mixes_by_its_own_parameters_is_a_unit():
-    model = nn.Sequential(nn.Linear(64, 64), Gated())
-    assert groups_of(model, [], **AUTOCAST) == [(["1.inner.0"], LOW), (["1"], FP32), ([""], LOW)]
+@pytest.mark.parametrize("case", GROUPS)
+def test_modules_of_one_precision_in_a_block_are_one_group(case):
+    model, keys, groups = GROUPS[case]
+    assert groups_of(model, getattr(model, "layers", []), **keys) == groups
+
+
+def test_a_tied_weight_is_in_the_first_group():
     tied = Model()
     tied.head.weight = tied.embedding.weight
     assert groups_of(tied, [], **AUTOCAST)[0][0][-1] == "head"
-
-
-def test_lists_are_not_called_and_never_a_group():
-    model = nn.Module()
-    model.big = nn.Linear(64, 64)
-    model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
-    assert groups_of(model, [], **AUTOCAST) == [(["norms.0", "norms.1"], FP32), ([""], LOW)]
 
 
 def ends_of(path, **chosen):
