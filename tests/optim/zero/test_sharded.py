@@ -24,6 +24,60 @@ from tests.support.sharded_model import (
 from tests.support.tiers import section as tiers_section
 
 
+def stock_adamw(model):
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train_beside_torch(rank, world_size, path):
+    """Ours, and stock AdamW twice: on read-through shards, and on plain FSDP2's fp32 shards. All get our gradients."""
+    ours = sharded_model(torch.bfloat16)
+    theirs = [sharded_model(torch.bfloat16), sharded_model(torch.bfloat16, split=False)]
+    optimizer, stocks = make(ours, section("nvme", path)), [stock_adamw(model) for model in theirs]
+    norms, coefficients = [], []
+    for step in range(6):
+        backward(ours, rank, step)
+        for p, *others in zip(*(model.parameters() for model in (ours, *theirs)), strict=True):
+            assert p.grad.dtype is torch.bfloat16, "the partition is 16-bit"
+            for q in others:
+                q.grad_dtype = None
+                q.grad = DTensor.from_local(
+                    p.grad.to_local().float(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+                )
+        squares = sum(p.grad.full_tensor().double().square().sum().item() for p in ours.parameters())
+        optimizer.step()
+        norms.append((optimizer.total_norm, math.sqrt(squares)))
+        coefficients.append(optimizer.stats().clip_coef)
+        for model, stock in zip(theirs, stocks, strict=True):
+            for q in model.parameters():
+                q.grad.mul_(coefficients[-1])
+            stock.step()
+            stock.zero_grad()
+        optimizer.zero_grad()
+    final = [
+        torch.cat([p.detach().full_tensor().flatten().double() for p in model.parameters()])
+        for model in (ours, *theirs)
+    ]
+    optimizer.close()
+    return final, norms, coefficients
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+def test_it_follows_torch_adamw_on_read_through_shards(world_size, tmp_path):
+    (ours, *theirs), norms, coefficients = run_ranks(train_beside_torch, world_size, tmp_path)[0]
+    for weights in theirs:
+        assert (ours - weights).norm() / weights.norm() <= 1e-6
+    for norm, exact in norms:
+        assert norm == pytest.approx(exact, rel=1e-6)
+    assert min(coefficients) < 1, "clipping acts"
+    assert all(
+        c == pytest.approx(min(1, 0.5 / exact), rel=1e-4) for c, (_, exact) in zip(coefficients, norms, strict=True)
+    )
+
+
 def set_and_evaluate(rank, world_size, path):
     """load_state_dict after an evaluation, at stage 2: the unsharded copy must not be used any more."""
     model = sharded_model(torch.bfloat16, reshard=False)
