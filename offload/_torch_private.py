@@ -6,13 +6,12 @@
 import logging
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Self, TypeGuard, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -271,27 +270,28 @@ def has_accumulation_hooks(param: torch.Tensor) -> bool:
     return bool(param._post_accumulate_grad_hooks)
 
 
-class PutOn:
-    """Attributes and hooks that were put on a parameter. This does not keep the parameter, whose memory may be freed.
+class PutOn(NamedTuple):
+    """Attributes and hooks that were put on a parameter. They do not keep the parameter, whose memory may be freed."""
 
-    ``Tensor._backward_hooks``: what ``register_hook`` fills.
-    """
+    attributes: dict[str, Any]
+    hooks: Any
 
-    def __init__(self, param: torch.Tensor) -> None:
-        self.param = weakref.ref(param)
-        self.attributes = vars(param)
-        self.hooks = param._backward_hooks
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Self:
+        """``Tensor._backward_hooks``: what ``register_hook`` fills."""
+        return cls(vars(param), param._backward_hooks)
 
 
-def take_the_place_of(before: PutOn, fsdp_param: Any, refuse: Callable[[torch.Tensor], None]) -> None:
+def take_the_place_of(
+    old: torch.Tensor | None, before: PutOn, fsdp_param: Any, refuse: Callable[[torch.Tensor], None]
+) -> None:
     """Give a sharded parameter what was put on the one before it, whose handles go on removing hooks.
 
-    `refuse` is called when a gradient reaches the one before, if somebody has it still.
+    `refuse` is called when a gradient reaches the `old` one; None: nobody has it any more.
     """
     vars(fsdp_param.sharded_param).update(before.attributes)
     if before.hooks:
         fsdp_param.hooks_of_gradient = _GradientHooks(fsdp_param, before.hooks)
-    old = before.param()
     if old is not None and old.requires_grad:
         old.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
 

@@ -1,5 +1,6 @@
 """Wrapping a plain module with FSDP2: what is gathered together, in which precision, and when it is freed."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,7 +78,7 @@ def shard_with_precision(
 
     What it trains in 16 bits becomes fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
-    before = {name: PutOn(param) for name, param in model.named_parameters()}
+    before = {name: PutOn.of(param) for name, param in model.named_parameters()}
     cast_where_needed(model, plan)
     for param in model.parameters():
         if not stays_as_it_came(param):
@@ -85,6 +86,7 @@ def shard_with_precision(
         if param.is_meta and param.ndim == 0:  # which nobody replaces by shards
             zero = nn.Parameter(torch.zeros_like(param, device=mesh.device_type), param.requires_grad)
             swap_tensors(param, zero)  # type: ignore[no-untyped-call]
+    old = {name: weakref.ref(param) for name, param in model.named_parameters()}  # not before, or none could be swapped
     shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
     names = {param: name for name, param in model.named_parameters()}
 
@@ -94,7 +96,7 @@ def shard_with_precision(
         return Storage(precision.storage, precision.accumulate) if is_apart else None
 
     (give_shards or partial(take_apart, model))(storage_of)
-    _replace(before, model)
+    _replace(old, before, model)
     for name, param in model.named_parameters():
         accumulate = plan[name].accumulate
         if param.is_floating_point() and param.dtype != accumulate and split_shard(param) is None:
@@ -111,7 +113,9 @@ def shard_with_precision(
     refuse_what_needs_whole_weights(model)
 
 
-def _replace(before: Mapping[str, PutOn], model: nn.Module) -> None:
+def _replace(
+    old: Mapping[str, Callable[[], nn.Parameter | None]], before: Mapping[str, PutOn], model: nn.Module
+) -> None:
     """Give shards what was put on the parameters that they replace, to which no gradient may come any more."""
     remember_gatherers(model)
     records = {record.sharded_param: record for module in model.modules() for record in fsdp_params(module)}
@@ -125,7 +129,7 @@ def _replace(before: Mapping[str, PutOn], model: nn.Module) -> None:
             )
             raise StateError(f"{name} as it was before initialize", f"a loss that uses {remedy}", "a gradient of it")
 
-        take_the_place_of(before[name], records[param], refuse)
+        take_the_place_of(old[name](), before[name], records[param], refuse)
 
 
 def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:

@@ -301,12 +301,12 @@ def test_guard_shards_and_take_the_place_of(alone):
     old = layer.weight
     old.is_mine = True
     handle = old.register_hook(lambda grad: 3 * grad)
-    put_on = private.PutOn(old)
+    put_on = private.PutOn.of(old)
     fully_shard(layer)
     [record] = private.fsdp_params(layer)
     shard = layer.weight
     assert not private.has_accumulation_hooks(old)
-    private.take_the_place_of(put_on, record, Mock(side_effect=TypeError("gone")))
+    private.take_the_place_of(old, put_on, record, Mock(side_effect=TypeError("gone")))
     assert private.has_accumulation_hooks(old)
     private.guard_shards(lambda tensor: record if tensor is shard else None, _is_sharded, "it is a shard")
     with pytest.raises(ValueError, match="it is a shard"):

@@ -98,9 +98,9 @@ def test_a_hook_gets_the_whole_gradient(tmp_path, case):
     run_ranks(check_hooks, case["world_size"], tmp_path, {key: case[key] for key in case.keys() - {"world_size"}})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_attributes_go_along_and_the_parameter_that_had_them_trains_nothing(alone, tmp_path, stage):
-    model = model_of()
+@pytest.mark.parametrize(("stage", "dtype"), [*((stage, torch.float32) for stage in range(4)), (3, torch.bfloat16)])
+def test_attributes_go_along_and_the_parameter_that_had_them_trains_nothing(alone, tmp_path, stage, dtype):
+    model = model_of().to(dtype)
     before = dict(model.named_parameters())
     for name, param in before.items():
         param.is_called = name
