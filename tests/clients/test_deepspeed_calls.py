@@ -50,7 +50,7 @@ def state_of(engine):
 
 
 def parts_of_checkpoints(rank, world_size, folder, stage, options):
-    """What a run of one step takes of a checkpoint of three, by the arguments of the call."""
+    """A run of one step takes of a checkpoint of three what the arguments of the call say."""
     saved = trained(made(folder, stage, **options), 3)
     saved.save_checkpoint(f"{folder}/saved", client_state={"epoch": 2})
     weights, state = weights_of(saved), state_of(saved)

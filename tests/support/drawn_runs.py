@@ -62,7 +62,7 @@ IN_MEMORY |= {"ahead": 0, "every": 0}
 
 
 def allowed(case):
-    """What the section refuses is in tests of its own."""
+    """Other tests hold what the section refuses."""
     exact = case["clip"] == 0.0 and case["precision"] != "fp16" and not case["overflows"]
     plain = case["order"] == "horizontal" and not case["ahead"]
     return (
@@ -178,7 +178,7 @@ def train_and_join(path, name, note, case):
 
 
 def check(rank, world_size, path, cases, mistake):
-    """What differs in each case from the same run in memory; None where the section was refused."""
+    """Return what differs in each case from the same run in memory; None where the section was refused."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found = []

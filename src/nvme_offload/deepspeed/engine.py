@@ -353,7 +353,7 @@ class DeepSpeedEngine:
 
 
 class DeepSpeedNames:
-    """What scripts ask DeepSpeed's optimizers for, beside what torch's have. The engine's optimizer is of this, too."""
+    """Names that scripts ask DeepSpeed's optimizers for, beside torch's own. The engine's optimizer has them."""
 
     engine: Callable[[], DeepSpeedEngine | None]
 
@@ -368,7 +368,7 @@ class DeepSpeedNames:
 
     @property
     def cur_scale(self) -> float:
-        """What the loss is multiplied by; 1 without fp16."""
+        """The factor of the loss; 1 without fp16."""
         return float(self.loss_scaler.cur_scale)
 
     loss_scale = cur_scale

@@ -1,4 +1,4 @@
-"""What a script asks for and is not done here is refused by its own name."""
+"""A call that is not done here is refused by its own name."""
 
 import sys
 from collections.abc import Callable, Mapping

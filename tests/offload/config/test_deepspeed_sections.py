@@ -220,7 +220,7 @@ ARGUMENTS = {
     "fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False, "max_steps": -1,
     "get_warmup_steps": lambda num_training_steps: num_training_steps // 10,
 }  # fmt: skip
-"""What is read of ``transformers.TrainingArguments``."""
+"""The arguments that are read of ``transformers.TrainingArguments``."""
 
 
 def arguments(**more):

@@ -75,7 +75,7 @@ WAYS = {
         lambda run: (run.drop(), run.engine.load_checkpoint(run.path / "saved") if run.engine else run.load(run.kept)),
     ),
 }
-"""What may be named: the steps that are done when it was followed, and how it is done."""
+"""A way that may be named: the steps that are done when it was followed, and how it is done."""
 
 
 def left(path, state, kind, durable, monkeypatch):

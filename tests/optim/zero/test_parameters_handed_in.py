@@ -1,4 +1,4 @@
-"""What a program has put on parameters, or does to them, goes on with the shards in their place, or is refused."""
+"""Hooks, attributes and data of parameters go on with the shards in their place, or are refused."""
 
 import copy
 from contextlib import contextmanager

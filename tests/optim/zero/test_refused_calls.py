@@ -1,4 +1,4 @@
-"""What a sharded module cannot do, and what nobody can use, is said at the call: value, place and remedy."""
+"""A call that a sharded module cannot do says so: value, place and remedy."""
 
 import copy
 import io

@@ -34,7 +34,7 @@ def of_every_layout(rank):
 
 
 def engine_with(buffers, **more):
-    """Of a module that has these buffers; they stay the objects that they are."""
+    """A module has these buffers, and they stay the objects that they are."""
     module = nn.Linear(2, 2)
     nn.init.ones_(module.weight)
     nn.init.zeros_(module.bias)

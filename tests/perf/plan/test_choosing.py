@@ -103,7 +103,7 @@ def test_traffic_of_many_micro_batches_is_that_of_each_one_after_the_other(seed,
 
 
 def test_an_iteration_of_many_micro_batches_takes_what_they_take_one_after_the_other(monkeypatch):
-    """Those between the first and the last are counted and not simulated, once two of them are alike."""
+    """Micro-batches between the first and the last are counted and not simulated, once two are alike."""
     shape = ModelShape.of_numbers(8 * 10**9, 32, 4096, 32000)
     job = chooser(micro_batches=12).choose(shape).job.with_keys(micro_batch_order="horizontal")
     counted = predict(job, CARD).times

@@ -23,7 +23,7 @@ FORM = Padded(torch.Size([NUMEL]), torch.float32)
 
 
 class GatherSubject(Subject):
-    """What was asked for is there when it is copied, whatever is gathered ahead, late, updated or given up."""
+    """A gather finds its bytes when it copies, whatever is gathered ahead, late, updated or given up."""
 
     weight = 2
     calls = {"gather": 12, "answer": 5, "change": 3, "keep": 2, "synchronize": 1, "advance": 1}  # noqa: RUF012
@@ -126,7 +126,7 @@ class GatherSubject(Subject):
         self._made(strike, lambda: [shard.end_gather() for shard in asked])
 
     def _made(self, strike: Strike | None, call: Callable[[], Any]) -> Any:
-        """What a call returned; None where something struck it: nobody keeps that, and the frames in it."""
+        """The value that a call returned; None where something struck it: nobody keeps that, and the frames in it."""
         outcome, cut = self.player.struck(strike, lambda: self.attempt(call))
         return outcome[0] if cut is None and outcome[1] is None else None
 
@@ -138,5 +138,5 @@ class GatherSubject(Subject):
         return True
 
     def _refill(self, shard: Any) -> None:
-        """What was being changed when something came between may be anything: it is filled again."""
+        """A block whose change was interrupted may hold anything: it is filled again."""
         assert any(self._made(None, lambda: self._change(shard, in_order=False)) for _ in range(100)), "it stays so"
