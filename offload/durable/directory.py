@@ -116,9 +116,13 @@ class DurableDirectory:
             make_run_folder(self.path)
 
     def say(self, about: Mapping[str, Any]) -> None:
-        """Say what this is the directory of; if that is said, on which hosts the ranks are. Lasts when it returns."""
+        """Say what this is the directory of; if that is said, on which hosts the ranks are. Lasts when it returns.
+
+        What another run says, which died before all its directories said so, is written over: it has committed nothing.
+        """
         there = read_about(self.path)
-        said = {"format": FORMAT, **(there or about), "hosts": about["hosts"]}
+        is_said = there is not None and there["uuid"] == about["uuid"]
+        said = {"format": FORMAT, **(there if is_said else about), "hosts": about["hosts"]}
         if said != there:
             replace_in(self.path, ABOUT_NAME, json.dumps(said, indent=1).encode())
 

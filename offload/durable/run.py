@@ -382,7 +382,7 @@ class DurableRun:
             if about and (about["path"], about["num_paths"]) != (place, len(of_copy))
         ]
         whole = self.space.copies.whole[0]
-        is_complete = None not in abouts[whole]
+        is_complete = any(None not in of_copy for of_copy in abouts)
         # A directory whose file is gone still has its part of the state; one of another path has nothing.
         is_here = all(about or size for about, size in zip(abouts[whole], self.space.file_sizes, strict=True))
         if wrong or len(uuids) > 1 or not (is_here or not (self.found or self.snapshots.all)):

@@ -213,3 +213,20 @@ def test_what_only_says_which_run_it_is_is_made_again(when, copies, drive, other
     assert len(removed) == 2
     assert names_of(folder) == before
     assert "run.json" not in offload_runs(drive)[1]
+
+
+@pytest.mark.parametrize("erased", [(0,), (1,), (0, 1)])
+def test_a_run_that_died_before_its_first_commit_begins_as_one_run_whichever_copies_say_which(erased, drive, other):
+    folders = [path / "nvme-durable-run-rank0" for path in (drive, other)]
+    for _ in range(2):
+        with durable("bf16", drive, "run", other=other) as engine:
+            assert engine.durable.resume() is None
+            steps_until_settled(engine, 0, 1)
+        manifests = [each for folder in folders for each in folder.glob("manifest*")]
+        for file in [*manifests, *(folders[copy] / "run.json" for copy in erased)]:
+            file.unlink()
+    with durable("bf16", drive, "run", other=other) as engine:
+        assert engine.durable.resume() is None
+        steps_until_settled(engine, 0, 2)
+    with durable("bf16", drive, "run", other=other) as engine:
+        assert engine.durable.resume()[0] == 2
