@@ -121,8 +121,8 @@ class DurableDirectory:
         What another run says, which died before all its directories said so, is written over: it has committed nothing.
         """
         there = read_about(self.path)
-        is_said = there is not None and there["uuid"] == about["uuid"]
-        said = {"format": FORMAT, **(there if is_said else about), "hosts": about["hosts"]}
+        kept = there if there is not None and there["uuid"] == about["uuid"] else about
+        said = {"format": FORMAT, **kept, "hosts": about["hosts"]}
         if said != there:
             replace_in(self.path, ABOUT_NAME, json.dumps(said, indent=1).encode())
 
