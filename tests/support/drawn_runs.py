@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nvme_offload import ConfigError, initialize
+from tests.support.forked import fork_here
 from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of, kill, steps_left
 from tests.support.ranks import run_ranks
 from tests.support.rules import CASES
@@ -35,9 +36,11 @@ WIDTH, LAYERS, STEPS = 34, 4, 4
 AT_ONCE = 8  # cases that one start of the ranks goes through
 RULES = {str(case): {"type": case.name, "params": case.section_params} for case in CASES}
 RULES["Muon"] = {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}
+IN_FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 8}}
+DTYPES = PRECISIONS | {"autocast in fp16": PRECISIONS["autocast"] | IN_FP16}
 COLUMNS = {
     "rule": list(RULES),
-    "precision": list(PRECISIONS),
+    "precision": list(DTYPES),
     "base": [None, "frozen", "frozen", "uint8", "packed"],
     "count": [1, 2, 3],
     "clip": [0.0, 0.0, 0.5],
@@ -63,7 +66,7 @@ IN_MEMORY |= {"ahead": 0, "every": 0}
 
 def allowed(case):
     """Other tests hold what the section refuses."""
-    exact = case["clip"] == 0.0 and case["precision"] != "fp16" and not case["overflows"]
+    exact = case["clip"] == 0.0 and not case["precision"].endswith("fp16") and not case["overflows"]
     plain = case["order"] == "horizontal" and not case["ahead"]
     return (
         (case["schedule"] != "backward" or exact)
@@ -128,7 +131,7 @@ def config_of(path, case, name):
     engine, depth, size = case["aio"]
     return (
         config
-        | PRECISIONS[case["precision"]]
+        | DTYPES[case["precision"]]
         | {
             "optimizer": RULES[case["rule"]],
             "gradient_clipping": case["clip"],
@@ -218,6 +221,7 @@ def main(arguments=None):
     parser.add_argument("--case", type=ast.literal_eval, help="as it was printed")
     given = parser.parse_args(arguments)
     be_ready_to_fork()
+    fork_here()  # ranks need not import everything once more
     chance = random.Random(given.seed)
     cases = [given.case] if given.case else [draw(chance) for _ in range(given.runs)]
     report = {"runs": 0, "refused": 0, "wrong": 0, "kills": 0}

@@ -103,7 +103,7 @@ def _micro_batches(step, rank):
     return [batch(step, micro, rank) for micro in range(MICRO_BATCHES)]
 
 
-def reference_of(combination, *, waits, world_size, **more):
+def reference_of(combination, *, waits, world_size):
     """What a combination means, without asking the plan."""
     autocast = DTYPES[combination.mode.split("-")[1]] if "-" in combination.mode else None
     compute = torch.float32 if autocast else DTYPES.get(combination.mode, torch.float32)
@@ -121,7 +121,6 @@ def reference_of(combination, *, waits, world_size, **more):
         once_rest=waits and rest == accumulate,
         scaled="fp16" in combination.mode,
         world_size=world_size,
-        **more,
     )
 
 
@@ -133,7 +132,7 @@ def plan_and_meaning(combination):
 
 
 class Reference:
-    """One process, plain PyTorch: fp32 masters and `torch.optim.AdamW`, with the casts written out.
+    """One process, plain PyTorch: fp32 masters, updated by the rule's twin, with the casts written out.
 
     Args:
         compute: dtype of forward and backward.
@@ -142,41 +141,22 @@ class Reference:
         reduce_rest: of the others.
         once: gradients are added up before they are reduced, in the reduce dtype.
         world_size: data-parallel ranks.
-        steps, micro_batches: how long, and of what, it trains.
-        exact: update by the rule's twin, as exactly as the kernels, in place of torch's AdamW.
     """
 
-    def __init__(
-        self,
-        *,
-        compute,
-        autocast,
-        reduce,
-        reduce_rest,
-        accumulate,
-        once,
-        once_rest,
-        scaled,
-        world_size,
-        steps=STEPS,
-        micro_batches=MICRO_BATCHES,
-        exact=False,
-    ):
+    def __init__(self, *, compute, autocast, reduce, reduce_rest, accumulate, once, once_rest, scaled, world_size):
         self.model = fresh_model()
-        self.steps, self.micro_batches = steps, micro_batches
         self.compute, self.autocast, self.world_size = compute, autocast, world_size
         self.reduce = {name: reduce_rest if autocast and "norm" in name else reduce for name in self._params()}
         self.once = {name: once_rest if autocast and "norm" in name else once for name in self._params()}
         self.accumulate = accumulate
         self.scale = SCALE if scaled else 1.0
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **HYPERPARAMETERS)
-        self.twin = Twin(list(self.model.parameters()), HYPERPARAMETERS) if exact else None
+        self.twin = Twin(list(self.model.parameters()), HYPERPARAMETERS)
 
     def train(self):
         losses = [[] for _ in range(self.world_size)]
-        for step in range(self.steps):
+        for step in range(STEPS):
             micro_grads = []
-            for micro in range(self.micro_batches):
+            for micro in range(MICRO_BATCHES):
                 of_ranks = [self._backward(*batch(step, micro, rank)) for rank in range(self.world_size)]
                 for rank, (loss, _) in enumerate(of_ranks):
                     losses[rank].append(loss)
@@ -190,9 +170,6 @@ class Reference:
         return losses, first, {name: param.detach().clone() for name, param in self._params().items()}
 
     def _update(self):
-        if self.twin is None:
-            self.optimizer.step()
-            return
         params = list(self._params().values())
         self.twin.step([param.grad for param in params])
         with torch.no_grad():
@@ -206,7 +183,7 @@ class Reference:
         leaves = {name: rounded(p.detach(), self.compute).requires_grad_() for name, p in self._params().items()}
         with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
             loss = loss_of(functional_call(self.model, leaves, inputs.to(self.compute)), target)
-        grads = torch.autograd.grad(loss * (self.scale / self.micro_batches), list(leaves.values()))
+        grads = torch.autograd.grad(loss * (self.scale / MICRO_BATCHES), list(leaves.values()))
         return loss.item(), dict(zip(leaves, grads, strict=True))
 
     def _accumulated(self, name, micro_grads):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from nvme_offload import CheckpointWriteError, WeightsError, initialize, weight_items, write_sharded, write_trace
 from nvme_offload.offload.weights import writer as safetensors_writer
 from nvme_offload.offload.weights.reader import SafetensorsReader
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import fresh_engine, next_loss, steps_of
 from tests.support.sharded_model import assert_same, full_state
 
@@ -107,39 +107,36 @@ def test_hugging_face_reads_it(tmp_path):
             assert names_in(tmp_path) == ["config.json", "model.safetensors"], "the old files are gone"
 
 
-def export_experts(rank, world_size, root):
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_fused_experts_have_the_names_and_shapes_that_are_published(rank, world_size, tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
     if rank == 0:
-        model.save_pretrained(root / "theirs")
+        model.save_pretrained(tmp_path / "theirs")
     own = {name: value.clone() for name, value in model.state_dict().items()}
     section = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     with initialize(model, section) as engine:
-        engine.export_safetensors(root / "ours", max_shard_bytes="20KiB")
-        engine.export_safetensors(root / "fused", published=False)
+        engine.export_safetensors(tmp_path / "ours", max_shard_bytes="20KiB")
+        engine.export_safetensors(tmp_path / "fused", published=False)
         handed_on = dict(engine.weights())
         with warnings.catch_warnings(record=True) as said, pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("always")
             patch.setattr(transformers.modeling_utils, "revert_weight_conversion", Mock(side_effect=ValueError("no")))
-            engine.export_safetensors(root / "said")
+            engine.export_safetensors(tmp_path / "said")
     assert any("published ones (no)" in str(each.message) for each in said) == (rank == 0)
-    theirs = read(root / "theirs")
+    theirs = read(tmp_path / "theirs")
     assert len(theirs) == len(own) + 20
     for found, expected in (
-        (read(root / "ours"), theirs),
+        (read(tmp_path / "ours"), theirs),
         (handed_on, theirs),
-        (read(root / "fused"), own),
-        (read(root / "said"), own),
+        (read(tmp_path / "fused"), own),
+        (read(tmp_path / "said"), own),
     ):
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fused_experts_have_the_names_and_shapes_that_are_published(tmp_path, world_size):
-    run_ranks(export_experts, world_size, tmp_path)
 
 
 @pytest.mark.usefixtures("alone")

@@ -120,14 +120,12 @@ def resume_from_checkpoint(rank, mode, path, folder):
         return losses, norms, full_state(engine.module, engine.optimizer)
 
 
-def train_on_tiers(rank, path, weights):
-    """Everything on NVMe, of a model that was born there."""
+def train_on_tiers(rank, path, model, keys, **options):
+    """Everything on NVMe."""
     there = {"device": "nvme", "nvme_path": str(path)}
-    config = section("bf16", path=path, **KEPT, offload_gradients=there)
+    config = section("bf16", path=path, **keys, offload_gradients=there)
     config["zero_optimization"]["offload_param"] = there
-    with torch.device("meta"):
-        unborn = GPT()
-    return train(rank, unborn, config, weights=weights)
+    return train(rank, model, config, **options)
 
 
 def typed_model(mode):
@@ -157,7 +155,11 @@ def train_all(rank, world_size, path):
     if rank == 0:
         save_file(fresh_model().state_dict(), path / "weights.safetensors")
     dist.barrier()
-    results["born on tiers"] = train_on_tiers(rank, path / "drive", path / "weights.safetensors")
+    with torch.device("meta"):
+        unborn = GPT()
+    weights = path / "weights.safetensors"
+    results["born on tiers"] = train_on_tiers(rank, path / "drive", unborn, KEPT, weights=weights)
+    results["typed on tiers"] = train_on_tiers(rank, path / "drive", typed_model("bf16"), {})
     results["stage 2"] = train(rank, fresh_model(), section("bf16", stage=2, **KEPT))
     results["typed"] = train(rank, typed_model("bf16"), section("bf16"))
     results["typed as names"] = train(rank, fp32_model_of(typed_model("bf16")), section("bf16", **KEPT))
@@ -181,7 +183,8 @@ def test_a_gpt_with_fp32_router_head_and_norms(world_size, tmp_path):
             check_exports(tmp_path / mode, state, DTYPES[mode])
         for key in ("stage 2", "born on tiers"):
             assert_same_run(results[key], results["bf16", "memory"])
-        assert_same_run(results["typed"], results["typed as names"])
+        for key in ("typed", "typed on tiers"):
+            assert_same_run(results[key], results["typed as names"])
     assert not list((tmp_path / "drive").iterdir())
 
 

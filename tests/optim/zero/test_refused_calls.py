@@ -18,7 +18,7 @@ from nvme_offload import (
     set_full_optimizer_state,
     set_full_param,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.small_engine import section
 
 
@@ -54,9 +54,13 @@ CALLS = [
 ]
 
 
-def refuse(rank, world_size, stages, path):
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, [(0, False), (3, False), (3, True)]), (2, [(1, False), (2, False), (3, True)])]
+)
+@on_ranks("world_size")
+def test_what_needs_whole_weights_is_refused_with_the_way_and_changes_nothing(rank, world_size, stages, tmp_path):
     for stage, tier in stages:
-        place = {"device": "nvme", "nvme_path": path} if tier else {"device": "cpu"}
+        place = {"device": "nvme", "nvme_path": tmp_path} if tier else {"device": "cpu"}
         zero = {"stage": stage, "offload_optimizer": place, **({"offload_param": place} if tier else {})}
         torch.manual_seed(0)
         with initialize(plain(), section(zero_optimization=zero, gradient_accumulation_steps=1)) as engine:
@@ -72,13 +76,6 @@ def refuse(rank, world_size, stages, path):
             for param, value in zip(engine.module.parameters(), plain().parameters(), strict=True):
                 set_full_param(param, value.detach())
             assert not torch.equal(get_full_param(first(engine)), before["0.weight"])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stages"), [(1, [(0, False), (3, False), (3, True)]), (2, [(1, False), (2, False), (3, True)])]
-)
-def test_what_needs_whole_weights_is_refused_with_the_way_and_changes_nothing(tmp_path, world_size, stages):
-    run_ranks(refuse, world_size, stages, str(tmp_path))
 
 
 def on(path):

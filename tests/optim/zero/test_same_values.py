@@ -6,7 +6,7 @@ from torch import nn
 
 import nvme_offload.deepspeed as deepspeed
 from nvme_offload import initialize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.small_engine import BF16, section
 
 KINDS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
@@ -43,7 +43,8 @@ def engine_with(buffers, **more):
     return initialize(module, section(), **more)
 
 
-def made_the_same(rank, world_size):
+@on_ranks(2)
+def test_values_of_any_layout_and_dtype_become_those_of_the_first_rank(rank, world_size):
     tensors = of_every_layout(rank)
     nearly = torch.zeros(200_000).index_fill_(0, torch.tensor(150_001), -0.0 if rank else 0.0)
     for buffers, match in (
@@ -66,10 +67,6 @@ def made_the_same(rank, world_size):
         assert tensors[str(kind)]._base[1].reshape(-1).view(torch.uint8).equal(old.reshape(-1).view(torch.uint8))
     with engine_with(tensors):
         pass
-
-
-def test_values_of_any_layout_and_dtype_become_those_of_the_first_rank():
-    run_ranks(made_the_same, 2)
 
 
 class Normed(nn.Module):
@@ -101,10 +98,11 @@ def train(engine, rank):
     return now(engine)
 
 
-def begun(rank, world_size, path):
+@on_ranks(2)
+def test_an_engine_of_ranks_that_differ_is_refused_by_name_or_begins_from_the_first(rank, world_size, tmp_path):
     bf16 = {**BF16, "fp32_modules": ["BatchNorm1d"]}
     for stage, more in ((0, {}), (1, {}), (2, bf16), (3, {}), (3, bf16)):
-        config = {**section(stage, path, **more), "gradient_accumulation_steps": 1}
+        config = {**section(stage, tmp_path, **more), "gradient_accumulation_steps": 1}
         with pytest.raises(ValueError, match=r"wide\.weight\[0, 0\] is .* on rank 0 and .* on rank 1, and 4 more diff"):
             initialize(Normed(rank), config)
         model = Normed(0)
@@ -122,7 +120,3 @@ def begun(rank, world_size, path):
                 assert all(found[name].equal(value) for name, value in wanted.items()), (stage, more)
         engines[0].close()
         engines[1].destroy()
-
-
-def test_an_engine_of_ranks_that_differ_is_refused_by_name_or_begins_from_the_first(tmp_path):
-    run_ranks(begun, 2, tmp_path)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nvme_offload import BlockOrderError, get_full_param, initialize, set_full_param
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiers import EVERYTHING, PRECISIONS, section
 
 WIDTH, STEPS, ACCUMULATION = 24, 3, 2
@@ -92,17 +92,20 @@ def assert_equal(ours, theirs):
         assert torch.equal(value, theirs[name]), name
 
 
-def in_every_stage_and_tier(rank, world_size, path, precision):
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SLOW)])
+@on_ranks("ranks")
+def test_scalars_train_are_saved_loaded_exported_and_born(rank, world_size, tmp_path, precision):
     """Stages 0 and 1 add up before they reduce, 2 and 3 reduce each micro-batch. A scalar does the first in all."""
     ends = []
     for stage, tiers, by_turns in (
         *((0, {}, False), (1, {"state": "nvme"}, True)),
         *((2, {"param": "cpu"}, False), (3, EVERYTHING, True), (3, EVERYTHING, False)),
     ):
-        config = section(path, stage=stage, accumulation=ACCUMULATION, **tiers) | MODES[precision]
+        config = section(tmp_path, stage=stage, accumulation=ACCUMULATION, **tiers) | MODES[precision]
         config |= {"micro_batch_order": "vertical"} if by_turns else {}
         config |= NO_CLIPPING if stage < 2 else {}  # the norm adds up scalars apart
-        saved = path / f"{precision} {len(ends)}"
+        saved = tmp_path / f"{precision} {len(ends)}"
         with initialize(built(), config) as engine:
             train(engine, rank, range(1), by_turns=by_turns)
             engine.save_checkpoint(saved)
@@ -121,7 +124,7 @@ def in_every_stage_and_tier(rank, world_size, path, precision):
         with initialize(model, config, weights=file) as engine:
             assert engine.module.logit_scale == load_file(file)["logit_scale"] != 1.5
             train(engine, rank, range(1), by_turns=by_turns)
-    with initialize(built(shape=(1,)), section(path, stage=1) | MODES[precision] | NO_CLIPPING) as engine:
+    with initialize(built(shape=(1,)), section(tmp_path, stage=1) | MODES[precision] | NO_CLIPPING) as engine:
         train(engine, rank, range(STEPS), by_turns=False)
         by_fsdp2 = {name: value if "linear" in name else value.view(()) for name, value in values_of(engine).items()}
     if precision == "fp32":  # in 16 bits FSDP2 casts one of one dimension
@@ -134,12 +137,6 @@ def in_every_stage_and_tier(rank, world_size, path, precision):
         gathered = [torch.empty(()) for _ in range(world_size)]
         dist.all_gather(gathered, ends[-1][name])
         assert torch.equal(gathered[0], gathered[-1]), "the same on all ranks"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SLOW)])
-def test_scalars_train_are_saved_loaded_exported_and_born(tmp_path, ranks, precision):
-    run_ranks(in_every_stage_and_tier, ranks, tmp_path, precision)
 
 
 def gathered_sum(value, world_size):
@@ -195,8 +192,10 @@ def test_a_rank_that_does_not_use_a_scalar_takes_part_and_one_rank_goes_on(tmp_p
         assert torch.equal(value, alone[name]), name
 
 
-def go_on_with_a_run(rank, world_size, path):
-    config = section(path, **EVERYTHING) | NO_CLIPPING
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_durable_run_has_them_too(rank, world_size, tmp_path):
+    config = section(tmp_path, **EVERYTHING) | NO_CLIPPING
     with initialize(built(), config) as engine:
         train(engine, rank, range(STEPS), by_turns=False)
         expected = values_of(engine)
@@ -207,11 +206,6 @@ def go_on_with_a_run(rank, world_size, path):
             train(engine, rank, steps, by_turns=steps.start > 0)
             ended = values_of(engine)
     assert_equal(ended, expected)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_durable_run_has_them_too(tmp_path, ranks):
-    run_ranks(go_on_with_a_run, ranks, tmp_path)
 
 
 class Between(Model):
