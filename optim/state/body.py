@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -55,7 +56,7 @@ class StateBody(ABC):
         self.uses = FirstUses()
         """The order in which the latest forward used the parameters."""
         self._owner_pid = os.getpid()
-        _bodies[:] = [known for known in _bodies if known() is not None] + [weakref.ref(self)]
+        _bodies[next(_numbers)] = self
 
     @abstractmethod
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:
@@ -300,12 +301,14 @@ class _AtRest(AbstractContextManager[None]):
 
 # Neither attributes of the parameters, which would be copied and pickled with them, nor weak references to them, with
 # which `Module.to` cannot exchange a sharded parameter.
-_bodies: list[weakref.ref[StateBody]] = []
+_bodies: weakref.WeakValueDictionary[int, StateBody] = weakref.WeakValueDictionary()
+_numbers = count()
 
 
 def known_bodies() -> list[StateBody]:
     """List all that are still there, the latest first."""
-    return [body for known in reversed(_bodies) if (body := known()) is not None]
+    at_once = _bodies.valuerefs()  # one call: other threads make optimizers meanwhile
+    return [body for known in reversed(at_once) if (body := known()) is not None]
 
 
 def bodies_of(param: torch.Tensor) -> list[StateBody]:
