@@ -35,4 +35,9 @@ def each_value_once(*columns):
     All are slow but a few, which have every value between them.
     """
     quick = [tuple(column[row % len(column)] for column in columns) for row in range(max(map(len, columns)))]
+    return slow_but(quick, *columns)
+
+
+def slow_but(quick, *columns):
+    """Return parameters for all combinations of values of some columns; all are slow but the quick ones."""
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in product(*columns)]

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import get_full_param, initialize, set_full_param, split_parameters
+from tests.support.pairs import slow_but
 from tests.support.ranks import be_alone, on_ranks
 from tests.support.tiers import EVERYTHING, PRECISIONS, section
 
@@ -63,20 +64,12 @@ def check(engine, codes):
         assert name.endswith("codes") or param.dtype is torch.float32
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-        pytest.param("autocast", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("mixed", torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    ("ranks", "precision"), slow_but([(1, "bf16"), (2, "fp16")], [1, 2], ["bf16", "fp16", "autocast", "mixed"])
 )
 @on_ranks("ranks")
-def test_every_pattern_of_a_frozen_16_bit_base_stays_in_every_stage_and_tier(
-    rank, world_size, tmp_path, precision, dtype
-):
+def test_every_pattern_of_a_frozen_16_bit_base_stays_in_every_stage_and_tier(rank, world_size, tmp_path, precision):
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     codes = patterns(dtype)
     for stage, tiers in ((0, {}), (1, {"param": "cpu"}), (2, EVERYTHING), (3, {}), (3, EVERYTHING)):
         config = section(tmp_path, stage=stage, **tiers) | PRECISIONS[precision]

@@ -56,6 +56,10 @@ CASES = {
 }
 
 
+def in_words(case):
+    return "-".join(map(str, case.values()))
+
+
 def is_possible(case):
     exact = case["world_size"] == 1 or case["precision"] == "fp32"
     return (
@@ -65,7 +69,12 @@ def is_possible(case):
     )
 
 
-@pytest.mark.parametrize("case", pairwise_cases(CASES, is_possible), ids=lambda case: "-".join(map(str, case.values())))
+PAIRWISE = pairwise_cases(CASES, is_possible)
+
+
+@pytest.mark.parametrize(
+    "case", [*PAIRWISE[:6], *(pytest.param(case, marks=pytest.mark.slow) for case in PAIRWISE[6:])], ids=in_words
+)
 def test_each_call_counts_in_an_engine(tmp_path, case):
     run_ranks(check, case["world_size"], tmp_path, {key: value for key, value in case.items() if key != "world_size"})
 

@@ -7,12 +7,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nvme_offload import BlockOrderError, get_full_param, initialize, set_full_param
+from tests.support.pairs import slow_but
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiers import EVERYTHING, PRECISIONS, section
 
 WIDTH, STEPS, ACCUMULATION = 24, 3, 2
 MODES = PRECISIONS | {"mixed": {"fp32_modules": ["blocks.1"]}}
-SLOW = ("fp16", "mixed", "autocast")
 NO_CLIPPING = {"gradient_clipping": 0.0}
 
 
@@ -92,8 +92,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SLOW)])
+@pytest.mark.parametrize(("ranks", "precision"), slow_but([(1, "fp32"), (2, "bf16")], [1, 2], [*MODES]))
 @on_ranks("ranks")
 def test_scalars_train_are_saved_loaded_exported_and_born(rank, world_size, tmp_path, precision):
     """Stages 0 and 1 add up before they reduce, 2 and 3 reduce each micro-batch. A scalar does the first in all."""
