@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nvme_offload.optim.rules.adamw import AdamW
-from tests.support.rules import CASES
+from tests.support.rules import CASES, NAMES
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -22,7 +21,7 @@ def test_every_scalar_is_an_fp32_number(case):
 
 
 def test_scalars_of_adamw_are_rounded_once():
-    scalars = AdamW().scalars(GROUP, 3)
+    scalars = NAMES["AdamW"].rule.scalars(GROUP, 3)
     assert scalars.decay == np.float32(1 - 1e-3 * 0.1)
     assert scalars.beta1_complement == np.float32(1 - 0.9)
     assert scalars.beta2_complement == np.float32(1 - 0.95)
@@ -32,4 +31,4 @@ def test_scalars_of_adamw_are_rounded_once():
 
 def test_the_first_step_is_one():
     with pytest.raises(ValueError, match="step is 0"):
-        AdamW().scalars(GROUP, 0)
+        NAMES["AdamW"].rule.scalars(GROUP, 0)
