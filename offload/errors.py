@@ -12,6 +12,7 @@ mean what they mean elsewhere::
         RemovedError       files of a durable run that goes on were removed or moved: which, and what to do
         EngineLostError    the engine broke, and every request fails: what forbade it, and what to do
         OutOfSpaceError    the file system cannot hold the swap file: bytes needed and bytes free
+        WeightFileError    a file whose weights are read in place is not what it was: which, and what changed
         ForeignFolderError a run's folder, or what is in it, may be somebody else's: which, and why
       CheckpointWriteError a checkpoint could not be written; nothing of it is left, earlier ones are as they were
       HalfRenamedError     an export of weights failed between its last renames: the folder holds a mixture
@@ -217,6 +218,31 @@ class OutOfSpaceError(SwapIOError):
         needed, free = format_bytes(self.needed_bytes), format_bytes(self.free_bytes)
         exact = f"{self.needed_bytes} and {self.free_bytes} bytes"
         return f"{super().__str__()}; needed {needed}, free {free} ({exact})"
+
+
+class WeightFileError(SwapIOError):
+    """A file whose weights are read in place was changed, exchanged or cannot be read; `problem` says which.
+
+    Nothing of it was used.
+    """
+
+    _arguments = ("errno", "path", "problem")
+
+    def __init__(self, errno: int, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(errno, path=path, direction="read")
+        self.problem = problem
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do about the error."""
+        return (
+            "weights that are frozen are read from it in every step: bring the file back as it was, and leave it alone "
+            'while a run needs it; or write zero_optimization.offload_param.frozen = "copy", which copies it once'
+        )
+
+    def __str__(self) -> str:
+        name = errno_names.errorcode.get(self.errno or 0, f"errno {self.errno}")
+        return f"{self.path}: {self.problem} ({name}, {self.strerror}); {self.remedy}"
 
 
 class ForeignFolderError(SwapIOError):

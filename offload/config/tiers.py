@@ -77,13 +77,18 @@ class OffloadParamConfig(TierConfig):
     """Elements of parameters on one rank that stay in host memory although `device` is `nvme`, 0 or more: as many
     blocks as these hold, from the first. A `host_budget` takes its place. Left out, none stay."""
 
+    frozen: Literal["in_place", "copy"] | None = key(None, "one of these")
+    """The place of frozen parameters of a model born from files, with `device: nvme`. `in_place`: these files,
+    of which nothing is copied: they are read there in every step, and what cannot be is refused by name. `copy`: in the
+    swap files, to which they are copied once. Left out: in place where that can be."""
+
     IGNORED: ClassVar = {
         "buffer_size": "a staging buffer is as large as the largest block, which is what is gathered together",
         "pin_memory": "offload_optimizer.pin_memory is for all that is copied to and from a GPU",
     }
     REFUSED: ClassVar = {"read_ahead": "leave it out: blocks are always read before they are needed"}
 
-    IDLE: ClassVar = {**TierConfig.IDLE, "max_in_cpu": ("device", "nvme")}
+    IDLE: ClassVar = {**TierConfig.IDLE, "max_in_cpu": ("device", "nvme"), "frozen": ("device", "nvme")}
 
 
 class OffloadGradientsConfig(TierConfig):

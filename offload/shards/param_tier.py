@@ -12,7 +12,7 @@ what FSDP2 gets are views of that copy. The block is then held until the copy is
 be kept in host memory for that, too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from nvme_offload.offload.shards.departures import Departure, Departures
 from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
+from nvme_offload.offload.storage.foreign_file import FileExtent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.units import round_up
 
@@ -88,6 +89,7 @@ class ParamTier:
         *,
         in_memory: bool = False,
         together: Sequence[object] | None = None,
+        in_files: Mapping[int, FileExtent] | None = None,
     ) -> list[list[TieredShard]]:
         """Make a block for each named group of parameters, all space promised; returns each parameter's place.
 
@@ -99,6 +101,7 @@ class ParamTier:
             in_memory: the blocks stay in host memory, beside a device.
             together: the same object for each of the blocks that FSDP2 gathers together, also of other calls; by
                 default each is gathered alone.
+            in_files: the groups, by number, whose bytes others wrote: they have values already.
 
         Raises:
             ConfigError: the blocks of a gather are more than there may be staging buffers.
@@ -108,14 +111,18 @@ class ParamTier:
             self._check_room([name for name, _ in groups], together)
         if self._departures is None and not is_host(device):
             self._departures = Departures(device, self._hold_for, self._release_for)
+        found = in_files or {}
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
+        offsets = [found[n].offsets if n in found else at for n, (at, _) in enumerate(layouts)]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
         blocks: Sequence[Block | HostBlock] = (
-            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
+            host_blocks(sizes, device, self._locks, _KEY)
+            if in_memory
+            else self.cache.add([(name, found.get(n, size)) for n, (name, size) in enumerate(sizes)])
         )
         made = [
-            [TieredShard(self, block, at, form, device) for at, form in zip(offsets, forms, strict=True)]
-            for block, (offsets, _), (_, forms) in zip(blocks, layouts, groups, strict=True)
+            [TieredShard(self, block, at, form, device) for at, form in zip(starts, forms, strict=True)]
+            for block, starts, (_, forms) in zip(blocks, offsets, groups, strict=True)
         ]
         self._shards.update(zip(blocks, made, strict=True))
         self._together.update(zip(blocks, together, strict=True))

@@ -127,6 +127,11 @@ class TieredShard:
         self._byte_offset = byte_offset
         self._declared: torch.Tensor | None = None
 
+    @property
+    def has_value(self) -> bool:
+        """Return whether its bytes are in files that others wrote, so that nobody needs to put them there."""
+        return isinstance(self.block, Block) and self.block.extent is not None and self.block.extent.is_of_others
+
     def gather(self) -> torch.Tensor:
         """Return a view of the staging buffer, or of its copy on a device; see `param_tier`."""
         if not is_host(self.device):

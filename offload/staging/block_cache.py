@@ -18,9 +18,13 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.slot import FAILURES, Residency, Slot, Staging
 from nvme_offload.offload.staging.use_order import UseOrder
+from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Tier
+from nvme_offload.offload.warn import warn_user
 
 View = TypeVar("View")
+
+_BORN = (Residency.UNBORN, Residency.ON_TIER)
 
 
 @dataclass(eq=False)
@@ -132,15 +136,17 @@ class BlockCache:
         """Bytes of each staging buffer."""
         return self._pool.buffer_bytes
 
-    def add(self, blocks: Sequence[tuple[str, int]]) -> list[Block]:
-        """Add blocks, by name and bytes, with all of their space promised. On an error nothing was added."""
+    def add(self, blocks: Sequence[tuple[str, int | Extent]]) -> list[Block]:
+        """Add blocks, by name and bytes, with all of their space promised. On an error nothing was added.
+
+        Those that others wrote are given where they lie, have their bytes there, and take no space before they change.
+        """
         self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
-        extents = self.tier.reserve([size_bytes for _, size_bytes in blocks])
-        first = len(self.blocks)
-        added = [
-            Block(first + place, name, extent.size_bytes, extent)
-            for place, ((name, _), extent) in enumerate(zip(blocks, extents, strict=True))
-        ]
+        reserved = iter(self.tier.reserve([size for _, size in blocks if isinstance(size, int)]))
+        added = []
+        for place, (name, size) in enumerate(blocks, len(self.blocks)):
+            extent = next(reserved) if isinstance(size, int) else size
+            added.append(Block(place, name, extent.size_bytes, extent, residency=_BORN[extent.is_of_others]))
         self._fit_pool([block.size_bytes for block in (*self.blocks, *added)])
         self.blocks += added
         return added
@@ -150,7 +156,7 @@ class BlockCache:
         for block in blocks:
             self.blocks.remove(block)
             self.forget(block)
-            if block.extent is not None:
+            if block.extent is not None and not block.extent.is_of_others:
                 self.tier.free(block.extent)
 
     def forget(self, block: Block) -> None:
@@ -347,7 +353,18 @@ class BlockCache:
 
     def _start_writing(self, block: Block) -> None:
         block.defer(False)
+        if block.extent is not None and block.extent.is_of_others:
+            self._leave_files(block, block.extent)
         self._staging.start_write(block)
+
+    def _leave_files(self, block: Block, files: Extent) -> None:
+        """Give a block that somebody changed, and whose bytes others wrote, an extent of its own."""
+        where = self.tier.describe(files)
+        block.lie_in(self.tier.reserve([block.size_bytes])[0])
+        warn_user(
+            f"{block.name} were read from {where}, and are changed: from now on they are in the swap space",
+            of_this_rank=True,
+        )
 
     def _write_again(self) -> None:
         for block in self.residents:

@@ -278,6 +278,10 @@ class Staging(Generic[S]):
         reading = slot.residency is Residency.READING
         try:
             slot.transfer.wait()
+            if reading and slot.extent and slot.buffer and not slot.extent.arrive(slot.buffer):
+                slot.become(Residency.ON_TIER)
+                self.start_read(slot)
+                return
             if reading:
                 self._verify(slot)
         except FAILURES as error:
@@ -344,7 +348,7 @@ class Staging(Generic[S]):
             if self._checksum is not None:
                 self.sealer.verify(slot)
             return
-        actual = self._checksums_of(slot)
+        actual = self._checksums_of(slot) if slot.checksums is not None else None
         if actual is None or slot.checksums is None or torch.equal(actual, slot.checksums):
             return
         place = int((actual != slot.checksums).nonzero()[0])

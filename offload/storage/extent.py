@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from nvme_offload.aio_native import Segment
+from nvme_offload.offload.host.buffer_pool import StagingBuffer
 
 
 class Stripe(NamedTuple):
@@ -29,6 +30,12 @@ class Extent:
     size_bytes: int
     """Rounded up to the alignment of direct I/O."""
     stripes: tuple[Stripe, ...]
+    is_of_others: ClassVar[bool] = False
+    """Whether others wrote its bytes, and nobody here may."""
+
+    def arrive(self, buffer: StagingBuffer) -> bool:
+        """Bring what was read to its places in a buffer; False: it has to be read again. Here nothing is to be done."""
+        return True
 
     def segments(self, address: int, start: int = 0, size_bytes: int | None = None) -> list[Segment]:
         """Return what an engine must move so that bytes start..start+size_bytes of the extent are at `address` on.

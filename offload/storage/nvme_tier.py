@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nvme_offload.aio_native import (
     Engine,
@@ -28,6 +29,9 @@ from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.host.proc import mount_of
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.file_ranges import PAGE, FileIdentity, RangeLayout
+from nvme_offload.offload.storage.foreign_file import FileExtent, ForeignFile
+from nvme_offload.offload.storage.memory_tier import done_at_once
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.transfer import Transfer
 
@@ -94,6 +98,8 @@ class NvmeTier:
         self._under_way: dict[_Submission, None] = {}
         """Operations that the engine may have, oldest first."""
         self._bytes_by_kind: Counter[tuple[Op, str]] = Counter()
+        self._direct = aio.direct
+        self._foreign: dict[tuple[Path, FileIdentity], ForeignFile] = {}
         self.space = space or SwapSpace(paths or config.nvme_paths, weights=aio.path_weights, direct=aio.direct)
         try:
             _say_what_is_memory(self.space)
@@ -110,7 +116,7 @@ class NvmeTier:
             self.space.close()
             raise
         # Also when nobody calls close(): first the engine ends what is under way, then its memory and files may go.
-        self._finalizer = finalize(self, _shut, self._owner_pid, self._engines, self.space, self._under_way)
+        self._finalizer = finalize(self, _shut, *self._parts)
 
     @property
     def name(self) -> str:
@@ -136,6 +142,14 @@ class NvmeTier:
         """Return one extent per size, with the space of all of them promised. On OutOfSpaceError nothing is kept."""
         return self.space.allocate_all(sizes)
 
+    def extent_in_files(self, layout: RangeLayout) -> FileExtent:
+        """Return an extent of ranges of files that others wrote, which are opened; WeightFileError names one."""
+        direct = self._direct if self.alignment <= PAGE else "disabled"
+        for run in layout.runs:
+            if (key := (run.path, run.identity)) not in self._foreign:
+                self._foreign[key] = ForeignFile(*key, direct)
+        return FileExtent(layout, [self._foreign[run.path, run.identity] for run in layout.runs])
+
     def check_room(self, sizes: Sequence[int]) -> None:
         """Raise OutOfSpaceError where `reserve` would find no space now; takes none."""
         self.space.check_room(sizes)
@@ -149,10 +163,12 @@ class NvmeTier:
 
     def path_of(self, extent: Extent) -> Path:
         """Return the file in which an extent begins."""
-        return self.space.path_of(extent.stripes[0].fd)
+        return extent.files[0].path if isinstance(extent, FileExtent) else self.space.path_of(extent.stripes[0].fd)
 
     def describe(self, extent: Extent) -> str:
         """Name every stripe of an extent: its bytes, offset and file."""
+        if isinstance(extent, FileExtent):
+            return extent.describe()
         stripes = extent.stripes
         return ", ".join(f"{size} bytes at offset {offset} of {self.space.path_of(fd)}" for fd, offset, size in stripes)
 
@@ -203,8 +219,12 @@ class NvmeTier:
         if os.getpid() == self._owner_pid:
             self._closed = True
             # Not by the finalizer, which runs once: what is interrupted here is done by the next call.
-            _shut(self._owner_pid, self._engines, self.space, self._under_way)
+            _shut(*self._parts)
             self._finalizer.detach()
+
+    @property
+    def _parts(self) -> tuple[int, EngineInUse, SwapSpace, dict[_Submission, None], dict[Any, ForeignFile]]:
+        return self._owner_pid, self._engines, self.space, self._under_way, self._foreign
 
     def _start(
         self,
@@ -226,6 +246,8 @@ class NvmeTier:
             moved = f"{size_bytes or extent.size_bytes} bytes from byte {start} on"
             raise ValueError(f"{what}: {moved}, and the buffer has {buffer.size_bytes}")
         whole, copies = extent.segments(buffer.address + start, 0, size_bytes), self.space.copies
+        if not whole:  # a small file, all of which was read when it was opened
+            return done_at_once(op, buffer)
         submission = _Submission(op, extent, whole, copies.segments(op, whole), buffer, self.engine)
         with self._lock:
             # Held here, the buffer's memory cannot go away under the kernel when the caller drops the transfer.
@@ -234,7 +256,7 @@ class NvmeTier:
         operation = self._submit(submission)
         with self._lock:
             self._bytes_by_kind[op, kind] += operation.size_bytes
-        to_error = partial(_error, self.space, self._engines, op, what)
+        to_error = partial(_error, extent if isinstance(extent, FileExtent) else self.space, self._engines, op, what)
         return Transfer(operation, to_error, buffer, partial(self._begin_again, submission))
 
     def _submit(self, submission: _Submission) -> Operation:
@@ -297,22 +319,32 @@ class NvmeTier:
             raise ForkError("NVMe tier", self._owner_pid, pid)
 
 
-def _shut(owner_pid: int, engines: EngineInUse, space: SwapSpace, under_way: dict[_Submission, None]) -> None:
+def _shut(
+    owner_pid: int,
+    engines: EngineInUse,
+    space: SwapSpace,
+    under_way: dict[_Submission, None],
+    foreign: dict[Any, ForeignFile],
+) -> None:
     if os.getpid() != owner_pid:
         return
     engines.close()
+    for file in foreign.values():
+        file.close()
     space.close()
     under_way.clear()
 
 
-def _error(space: SwapSpace, engines: EngineInUse, op: Op, what: str, failure: Failure) -> SwapIOError:
+def _error(files: SwapSpace | FileExtent, engines: EngineInUse, op: Op, what: str, failure: Failure) -> SwapIOError:
     kind = SwapIOError
+    if isinstance(files, FileExtent) and not failure.engine_lost:
+        return files.error_of(failure, what)
     if failure.engine_lost:
         kind, name = EngineLostError, engines.latest.engine.name
         what = f"{what}; the {name} engine is dead, and no other takes its place: {engines.no_other}"
     return kind(
         failure.errno,
-        path=space.path_of(failure.fd),
+        path=files.path_of(failure.fd),
         offset=failure.offset,
         size_bytes=failure.size_bytes,
         direction="read" if op is Op.READ else "write",

@@ -20,6 +20,7 @@ import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.errors import WeightsError
+from nvme_offload.offload.storage.file_ranges import FileIdentity
 from nvme_offload.offload.user_path import user_path
 
 DTYPES = {
@@ -29,6 +30,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -58,6 +60,8 @@ class HeaderEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    file: FileIdentity
+    """The file as it was when its header was read."""
 
     @property
     def numel(self) -> int:
@@ -98,7 +102,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         assert 0 <= start <= stop <= stored.numel
         itemsize = stored.dtype.itemsize
         data = torch.empty((stop - start) * itemsize, dtype=torch.uint8, device="cpu")
-        self._read_into(memoryview(data.numpy().data), stored.path, stored.offset + start * itemsize)
+        self._read_into(memoryview(data.numpy().data), stored, stored.offset + start * itemsize)
         return data.view(stored.dtype)
 
     def close(self) -> None:
@@ -110,10 +114,15 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _read_into(self, target: memoryview, path: Path, offset: int) -> None:
+    def _read_into(self, target: memoryview, stored: HeaderEntry, offset: int) -> None:
+        path = stored.path
         try:
             if path not in self._files:
                 self._files[path] = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+            now = FileIdentity.of(os.fstat(self._files[path].fileno()))
+            if now != stored.file:
+                changed = stored.file.differences(now)
+                raise WeightsError(path, f"it was changed after its header was read: {changed}; begin again")
             while target:
                 count = os.preadv(self._files[path].fileno(), [target], offset)
                 if count == 0:
@@ -132,7 +141,8 @@ def _read_header(path: Path) -> tuple[dict[str, HeaderEntry], str | None]:
     """The tensors of one file, and what it says is their digest."""
     try:
         with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
+            identity = FileIdentity.of(os.fstat(file.fileno()))
+            size_bytes = identity.size_bytes
             prefix = file.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size_bytes - 8):
@@ -149,7 +159,7 @@ def _read_header(path: Path) -> tuple[dict[str, HeaderEntry], str | None]:
         raise WeightsError(path, f"has a header that is no JSON object; {_DAMAGED}")
     metadata = header.pop("__metadata__", None)
     first = 8 + header_bytes
-    tensors = {name: _stored(path, name, entry, first) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, first, identity) for name, entry in header.items()}
     _check_coverage(path, tensors, first, size_bytes)
     return tensors, metadata.get(DIGEST) if isinstance(metadata, dict) else None
 
@@ -166,7 +176,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, HeaderEntry], first: int, 
         raise WeightsError(path, f"has {size_bytes} bytes, and its header describes {end}; {_DAMAGED}")
 
 
-def _stored(path: Path, name: str, entry: Any, first: int) -> HeaderEntry:
+def _stored(path: Path, name: str, entry: Any, first: int, file: FileIdentity) -> HeaderEntry:
     try:
         kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sane = isinstance(kind, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
@@ -176,7 +186,7 @@ def _stored(path: Path, name: str, entry: Any, first: int) -> HeaderEntry:
         raise WeightsError(path, f"{name}: its entry in the header is {entry!r}; {_DAMAGED}")
     if kind not in DTYPES:
         raise WeightsError(path, f"{name} is {kind}: this cannot be read; known are {', '.join(DTYPES)}")
-    stored = HeaderEntry(path, DTYPES[kind], shape, first + start)
+    stored = HeaderEntry(path, DTYPES[kind], shape, first + start, file)
     if stop - start != stored.size_bytes:
         what = f"{stop - start} bytes for {kind} of shape {shape}, which takes {stored.size_bytes}"
         raise WeightsError(path, f"{name}: its entry in the header says {what}; {_DAMAGED}")

@@ -2,8 +2,9 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +13,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nvme_offload.offload._torch_private import give_shard, local_tensor
 from nvme_offload.offload.progress import tracked
+from nvme_offload.offload.shards.in_files import ShardInFiles
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard, UnbornShard
+from nvme_offload.offload.shards.stored import (
+    Padded,
+    ResidentShard,
+    StoredShard,
+    TieredShard,
+    UnbornShard,
+)
+from nvme_offload.offload.storage.file_ranges import FileRange
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.values import LiveValues
+from nvme_offload.optim.birth.in_place import BasePlaces
 from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
 from nvme_offload.optim.birth.weight_files import WeightSource
@@ -25,9 +35,12 @@ from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.tiers.parts import (
+    COPIED,
+    GatherGroup,
     OnePart,
     OwnParts,
     ShardParts,
+    Storage,
     StorageOf,
     UnbornParts,
     gather_groups,
@@ -60,6 +73,8 @@ class Birth:
         weights: safetensors to load; None: the model's own initialisers.
         init: called with each module after its own initialiser.
         params_on_tier: parameters will be on the parameter tier.
+        in_place: decides which frozen ones are read where they are; None: there is no such tier.
+        buffer_count: staging buffers of that tier.
     """
 
     def __init__(
@@ -69,12 +84,18 @@ class Birth:
         init: Init | None,
         *,
         params_on_tier: bool = False,
+        in_place: BasePlaces | None = None,
+        buffer_count: int = 2,
     ) -> None:
         self._model = model
         self._params_on_tier = params_on_tier
         self._init = init
-        self._plan = BirthPlan(model)
         stored = weights is not None
+        self._plan = BirthPlan(model, from_files=stored)
+        self._in_place = in_place if stored else None
+        self._buffer_count = buffer_count
+        self._trained: set[object] = set()
+        """FSDP2 gathers these together, and some of each is trained."""
         if init is None:
             buffers = [new for new in self._plan.buffers if new.current.is_meta and not (stored and new.persistent)]
             check_initializers(model, buffers if stored else [*self._plan.params, *buffers])
@@ -87,19 +108,55 @@ class Birth:
         """
         kernels = KernelPool(torch.get_num_threads())
         for owner, group, records in gather_groups(self._model):
-            for record in records:
+            storages = [storage_of(record) for record in records]
+            ranges = self._ranges(group, records, storages)
+            copied = GatherGroup(f"{group.name}{COPIED}", group.together) if any(ranges) else group
+            for record, storage, in_files in zip(records, storages, ranges, strict=True):
                 shard, padded_size = local_tensor(record.sharded_param), record.padded_sharded_param_size
-                if (storage := storage_of(record)) is None:
+                if storage is None:
                     padded = torch.zeros(padded_size, dtype=shard.dtype, device=record.device)
                     give_shard(record, padded.view(-1)[: shard.numel()].view(shard.shape), padded)
                     continue
-                stored = self._unborn(Padded(padded_size, storage.dtype), record.device)
-                parts: ShardParts = OnePart(shard, stored, owner, group, storage.accumulate)
+                form, own = Padded(padded_size, storage.dtype), copied if in_files is None else group
+                if in_files is not None:
+                    stored: StoredShard = ShardInFiles(form, record.device, in_files)
+                else:
+                    stored = self._unborn(form, record.device)
+                parts: ShardParts = OnePart(shard, stored, owner, own, storage.accumulate)
                 if record.sharded_param.requires_grad:
-                    parts = UnbornParts(owner, group, stored, storage.accumulate)
+                    parts = UnbornParts(owner, own, stored, storage.accumulate)
                 elif shard.dtype is torch.float32:
-                    parts = OwnParts(shard, stored, owner, group, storage.accumulate, kernels)
+                    parts = OwnParts(shard, stored, owner, own, storage.accumulate, kernels)
                 install_parts(record, SplitTensor(parts, shard), give_shard)
+        if self._in_place is not None:
+            self._in_place.say()
+
+    def _ranges(
+        self, group: GatherGroup, records: Sequence[Any], storages: Sequence[Storage | None]
+    ) -> list[list[FileRange] | None]:
+        """Return where the files have the shards of a group that are read there; None of others."""
+        found: list[list[FileRange] | None] = [None for _ in records]
+        if self._in_place is None or self._source is None:
+            return found
+        by_param = {id(new.current): new for new in self._plan.params}
+        frozen = {}
+        for number, (record, storage) in enumerate(zip(records, storages, strict=True)):
+            if storage is None:
+                continue
+            if record.sharded_param.requires_grad:
+                self._trained.add(group.together)
+                continue
+            new, form = by_param[id(record.sharded_param)], Padded(record.padded_sharded_param_size, storage.dtype)
+            local = _local_range(new.current) if new.shape else (0, 0, 1)
+            found[number] = self._in_place.ranges_of(new, self._source.pieces(new), form, local)
+            frozen[number] = new, form
+        kinds = len({found[number] is None for number in frozen}) + (group.together in self._trained)
+        if kinds > self._buffer_count:
+            for number, (new, form) in frozen.items():
+                if found[number] is not None:
+                    self._in_place.copy_beside(new, form)
+                    found[number] = None
+        return found
 
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
         """Return the place of what will be stored of a parameter. Memory of zeros takes none until it is written to."""
@@ -162,8 +219,15 @@ class Birth:
         for module in self._model.modules():
             if any(True for _ in self._plan.unborn_buffers(module)):
                 initializers.run([module], place=None)
-        for new in tracked("loading the weights", self._plan.params, lambda new: new.shape.numel()):
+        unborn = [new for new in self._plan.params if not _has_value(new.current)]
+        for new in tracked("loading the weights", unborn, lambda new: new.shape.numel()):
             _fill(new.current, _stored_values(source, new), write)
+
+
+def _has_value(param: torch.Tensor) -> bool:
+    """Return whether a sharded parameter is read where others wrote it."""
+    parts = parts_of(param)
+    return parts is not None and isinstance(parts.stored, TieredShard) and parts.stored.has_value
 
 
 def _fill(param: torch.Tensor, values: Elements, write: Write) -> None:

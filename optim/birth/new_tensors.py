@@ -49,7 +49,7 @@ class NewTensor:
 class BirthPlan:
     """Parameters and buffers of a model on the meta device, by where they are."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, from_files: bool) -> None:
         self.params: list[NewTensor] = []
         """The parameters, tied ones once, in the order of ``model.named_parameters()``."""
         self.buffers: list[NewTensor] = []
@@ -58,9 +58,9 @@ class BirthPlan:
         self._buffer_at: dict[tuple[nn.Module, str], NewTensor] = {}
         known: dict[int, NewTensor] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            if param.dtype not in FORM_OF_DTYPE:
-                what = "a model on meta is born in fp32, bf16 and fp16 only"
-                raise ValueError(f"initialize: {name} is {param.dtype}: {what}; load a quantized base into host memory")
+            if param.dtype not in FORM_OF_DTYPE and not from_files:
+                what = "initialisers give values in fp32, bf16 and fp16 only"
+                raise ValueError(f"initialize: {name} is {param.dtype}: {what}; pass weights= with the files")
             if id(param) not in known:
                 known[id(param)] = NewTensor(param.shape, param.dtype)
                 self.params.append(known[id(param)])

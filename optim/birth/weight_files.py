@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +16,15 @@ from nvme_offload.offload.weights.reader import HeaderEntry, SafetensorsReader
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
 
 _MAX_PROBLEMS = 12
+
+
+class StoredPiece(NamedTuple):
+    """Elements of a parameter, flat, from `start` on: those of a stored tensor, from its `first` on."""
+
+    start: int
+    numel: int
+    entry: HeaderEntry
+    first: int = 0
 
 
 class WeightSource:
@@ -31,6 +41,10 @@ class WeightSource:
     def read(self, new: NewTensor, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
         return self._reader.read(self._names[new], start, stop)
+
+    def pieces(self, new: NewTensor) -> list[StoredPiece] | None:
+        """Return where the elements of a parameter are, in their order; None where they lie in another order."""
+        return [StoredPiece(0, new.shape.numel(), self._reader.tensors[self._names[new]])]
 
     def close(self) -> None:
         """Close the files, which the first read opened."""
@@ -59,14 +73,21 @@ def _match(
         found = stored[name]
         if found.shape != tuple(new.shape):
             misfits.append(f"{name} has shape {found.shape} in {found.path.name}; the model has {tuple(new.shape)}")
-        elif found.dtype.is_floating_point != new.dtype.is_floating_point or (
-            _is_code(found.dtype) and found.dtype is not new.dtype
-        ):
+        elif not _may_be_cast(found.dtype, new):
             misfits.append(f"{name} is {found.dtype} in {found.path.name}; the model has {new.dtype}")
     left_over = [name for name in stored if name not in known and not ignored.search(name)]
     problems = [_missing(new, left_over) for new in missing[:_MAX_PROBLEMS]]
     problems += [f"{new.name} is missing" for new in missing[_MAX_PROBLEMS:]] + misfits
     return names, problems + [f"{name} is in no place of the model" for name in left_over]
+
+
+def _may_be_cast(stored: torch.dtype, new: NewTensor) -> bool:
+    """Return whether values of a file may become those of a tensor: codes may not, nor parameters of integers."""
+    if stored is new.dtype:
+        return True
+    is_number = new.dtype.is_floating_point or not isinstance(new.current, nn.Parameter)
+    same_kind = stored.is_floating_point == new.dtype.is_floating_point
+    return same_kind and is_number and not (_is_code(stored) or _is_code(new.dtype))
 
 
 def _is_code(dtype: torch.dtype) -> bool:

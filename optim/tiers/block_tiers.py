@@ -14,10 +14,13 @@ from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.host_block import HostBlock
+from nvme_offload.offload.shards.in_files import layout_of
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier
 from nvme_offload.offload.shards.stored import ResidentShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
+from nvme_offload.offload.storage.file_ranges import FileIdentity
+from nvme_offload.offload.storage.foreign_file import FileExtent
 from nvme_offload.offload.storage.memory_tier import HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier as StorageTier
@@ -62,13 +65,16 @@ class BlockTiers:
     def __init__(self, config: OffloadConfig, kernels: KernelPool, locks: PageLocks) -> None:
         self.params: ParamTier | None = None
         self.grads: GradTier | None = None
+        self._nvme: NvmeTier | None = None
+        """The tier of `params`, if it is on NVMe."""
         self._config = config
         self._kernels = kernels
         self._locks = locks
         section = config.zero_optimization.offload_param
         try:
             if section.device == "nvme":
-                self.params = self._param_tier(NvmeTier(config, paths=section.nvme_path))
+                self._nvme = NvmeTier(config, paths=section.nvme_path)
+                self.params = self._param_tier(self._nvme)
             if config.offload_gradients.device == "nvme":
                 self.grads = self._grad_tier(NvmeTier(config, paths=config.offload_gradients.nvme_path))
         except BaseException:
@@ -206,7 +212,10 @@ class BlockTiers:
             device = next((group.device for group in admitted.params), HOST)
             for groups, in_memory in self._divided(admitted, PARAMS):
                 forms, together = [(group.name, group.forms) for group in groups], [group.together for group in groups]
-                placed_in = self.params.reserve(forms, device, in_memory=in_memory, together=together)
+                in_files = {} if in_memory else self._extents_in_files(groups)
+                placed_in = self.params.reserve(
+                    forms, device, in_memory=in_memory, together=together, in_files=in_files
+                )
                 for group, places in zip(groups, placed_in, strict=True):
                     self._param_places[group] = places
                     self._param_blocks[self._numbers[group]] = places[0].block
@@ -214,6 +223,22 @@ class BlockTiers:
             for groups, in_memory in self._divided(admitted, GRADS):
                 blocks = self.grads.reserve([(group.name, group.partitions) for group in groups], in_memory=in_memory)
                 self._grad_blocks.update(zip((self._numbers[group] for group in groups), blocks, strict=True))
+
+    def _extents_in_files(self, groups: Sequence[GatherGroup]) -> dict[int, FileExtent]:
+        """Return the extents of those groups, by number, whose bytes others wrote."""
+        found = {}
+        for number, group in enumerate(groups):
+            if (layout := layout_of([parts.stored for parts in group.parts])) is not None:
+                assert self._nvme is not None
+                found[number] = self._nvme.extent_in_files(layout)
+        return found
+
+    @property
+    def bases(self) -> dict[str, FileIdentity]:
+        """The files, by name, from which frozen parameters are read where they are."""
+        blocks = [block.extent for block in self.params.cache.blocks] if self.params is not None else []
+        files = [file for extent in blocks if isinstance(extent, FileExtent) for file in extent.files]
+        return {file.path.name: file.identity for file in files}
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
@@ -371,7 +396,15 @@ class BlockTiers:
     def _unit(self, cache: BlockCache, group: GatherGroup) -> Unit:
         page = cache.tier.alignment
         if cache.kind == PARAMS:
-            return param_unit(self._config, group.name, group.forms, trainable=bool(group.partitions), page=page)
+            layout = layout_of([parts.stored for parts in group.parts])
+            return param_unit(
+                self._config,
+                group.name,
+                group.forms,
+                trainable=bool(group.partitions),
+                page=page,
+                in_files=layout.size_bytes if layout is not None else None,
+            )
         sizes = [(local_tensor(leaf).numel(), dtype) for leaf, dtype in group.partitions]
         return grad_unit(self._config, group.name, sizes, page=page)
 

@@ -43,6 +43,9 @@ ROOT = "the root module"
 FROZEN = " (frozen)"
 """The name of a block of frozen parameters ends with this."""
 
+COPIED = ", copied"
+"""Then its name ends with this, where other frozen parameters beside them are read in place."""
+
 CONVERTED = "of a sharded model would be converted: convert it before it is sharded, and make the optimizer after that"
 
 _DATA = (

@@ -17,12 +17,21 @@ STAGING = "staging buffers"
 """This is the kind of the units that are staging buffers, whatever passes through them."""
 
 
-def param_unit(config: OffloadConfig, name: str, forms: Iterable[Padded], *, trainable: bool, page: int = 4096) -> Unit:
+def param_unit(
+    config: OffloadConfig,
+    name: str,
+    forms: Iterable[Padded],
+    *,
+    trainable: bool,
+    page: int = 4096,
+    in_files: int | None = None,
+) -> Unit:
     """Return the unit of a block of parameters: forward and backward gather it, an update reads and writes it.
 
     `name` and `forms` are of the group that FSDP2 gathers together. Extents are rounded up to `page` bytes.
+    `in_files` are the bytes of a block that others wrote, in a buffer.
     """
-    size_bytes = round_up(block_layout((form.numel, form.dtype) for form in forms)[1], page)
+    size_bytes = in_files or round_up(block_layout((form.numel, form.dtype) for form in forms)[1], page)
     gathers = 1 if config.zero_optimization.stage in (1, 2) else 2  # those stages keep what forward gathered
     reads = gathers * config.rounds + trainable
     choice = _choice(config, config.zero_optimization.offload_param.device)

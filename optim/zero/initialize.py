@@ -24,9 +24,12 @@ from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default_device_type, is_device, is_host
+from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.warn import door
 from nvme_offload.optim.birth.birth import Birth, is_on_meta
+from nvme_offload.optim.birth.in_place import KEY as IN_PLACE
+from nvme_offload.optim.birth.in_place import BasePlaces
 from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
 from nvme_offload.optim.layout.flat import check_is_no_wrapper, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
@@ -372,8 +375,23 @@ def _birth_of(
     if is_on_meta(model):
         # On the CPU host memory is where they are anyway.
         tiers = ("nvme", "cpu") if on_device else ("nvme",)
-        on_tier = config.zero_optimization.offload_param.device in tiers
-        return Birth(model, weights, init, params_on_tier=on_tier)
+        section = config.zero_optimization.offload_param
+        in_place = BasePlaces(section.frozen) if section.device == "nvme" else None
+        if section.frozen == "in_place" and weights is None:
+            raise ConfigError(
+                [f'{IN_PLACE} = "in_place": there are no files to read from: pass weights= to initialize']
+            )
+        return Birth(
+            model,
+            weights,
+            init,
+            params_on_tier=section.device in tiers,
+            in_place=in_place,
+            buffer_count=section.buffer_count,
+        )
+    if config.zero_optimization.offload_param.frozen == "in_place":
+        how = 'build it within `with torch.device("meta"):`, and pass weights= to initialize'
+        raise ConfigError([f'{IN_PLACE} = "in_place": the model has values already, which are no files: {how}'])
     for name, value in (("weights", weights), ("init", init)):
         if value is not None:
             raise ValueError(

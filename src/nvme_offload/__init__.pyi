@@ -30,6 +30,7 @@ from nvme_offload.offload.errors import (
     ResumeError,
     StateError,
     SwapIOError,
+    WeightFileError,
     WeightsError,
 )
 from nvme_offload.offload.storage.transfer import Transfer
@@ -102,6 +103,7 @@ __all__ = [
     "TensorSwapper",
     "Transfer",
     "UpdateRule",
+    "WeightFileError",
     "WeightsError",
     "check_numbers",
     "get_full_grad",

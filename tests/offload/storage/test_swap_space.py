@@ -1,4 +1,7 @@
-"""Space is promised before it is used, striped by weight, given back, and a full disk is said in bytes."""
+"""Space is promised before it is used, striped by weight, given back, and a full disk is said in bytes.
+
+And files that others wrote are read where they are.
+"""
 
 import errno
 import fcntl
@@ -6,19 +9,27 @@ import itertools
 import os
 import random
 import subprocess
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
-from nvme_offload import OutOfSpaceError, SwapIOError
+from nvme_offload import OutOfSpaceError, SwapIOError, WeightFileError
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.directory import DurableDirectory
+from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.storage import swap_file
 from nvme_offload.offload.storage.extent import FreeList, Stripe
+from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange, RangeLayout
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from tests.support.forked import printed
 from tests.support.sandbox import needs_mounts, run_python
+from tests.support.training import nvme_tier, section
 
 
 @pytest.fixture
@@ -156,7 +167,9 @@ def test_a_missing_path_leaves_nothing_on_the_others(tmp_path):
 PRELUDE = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from nvme_offload import OutOfSpaceError, SwapIOError
+from nvme_offload import OutOfSpaceError, SwapIOError, WeightFileError
+from nvme_offload.aio_native import FaultSpec
+from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.swap_space import SwapSpace
 path = Path(sys.argv[1])
 """
@@ -357,3 +370,94 @@ def test_every_part_of_an_extent_is_striped_by_itself(open_again, weights):
 
 def test_parts_on_one_path_are_one_stripe(open_again):
     assert len(open_again().allocate_all([(8 * KIB, 4 * KIB)])[0].stripes) == 1
+
+
+def written(path, size_bytes, seed):
+    path.write_bytes(random.Random(seed).randbytes(size_bytes))
+    return path, FileIdentity.of(path.stat())
+
+
+def bring(tier, extent, buffer):
+    tier.read(extent, buffer, what="a base", kind="parameters").wait()
+    return extent.arrive(buffer)
+
+
+def drawn_tensors(draw, files):
+    """Tensors of one range, of neighbours, of several ranges, of none, with padding; and what is in each."""
+    tensors, contents, last = [], [], {}
+    for _ in range(draw.randint(1, 9)):
+        ranges, content = [], b""
+        for _ in range(draw.choice([0, 1, 1, 1, 3])):
+            path, identity = draw.choice(files)
+            data = path.read_bytes()
+            start = draw.choice([last.get(path, 0), draw.randrange(len(data)), len(data) - draw.randint(1, 99)])
+            start = min(max(start, 0), len(data) - 1)
+            size = min(len(data) - start, draw.choice([1, 8, 64, 640, 4096, draw.randint(1, 20000)]))
+            ranges.append(FileRange(path, identity, start, size))
+            content, last[path] = content + data[start : start + size], start + size
+        tensors.append((ranges, len(content) + draw.choice([0, 0, 5000])))
+        contents.append(content)
+    return tensors, contents
+
+
+@pytest.mark.parametrize("direct", ["required", "disabled"])
+def test_drawn_ranges_come_whole_and_aligned(tmp_path, direct):
+    """Sizes of files are below a page, whole pages, and any; ranges reach the end of a file and lie anywhere."""
+    sizes = (999, 8192, 50_001, 100_000)
+    files = [written(tmp_path / str(size), size, size) for size in sizes]
+    with closing(nvme_tier(tmp_path, direct=direct)) as tier:
+        for seed in range(150):
+            tensors, contents = drawn_tensors(random.Random(seed), files)
+            layout = RangeLayout.of(tensors)
+            extent, pool = tier.extent_in_files(layout), BufferPool(1, layout.size_bytes)
+            with pool.acquire() as buffer:
+                buffer.view(torch.uint8, 0, buffer.size_bytes).fill_(seed)
+                assert bring(tier, extent, buffer)
+                for offset, content, (_, padded) in zip(extent.offsets, contents, tensors, strict=True):
+                    assert (buffer.address + offset) % 64 == 0
+                    assert offset + padded <= layout.size_bytes
+                    found = bytes(buffer.view(torch.uint8, offset, len(content)).tolist())
+                    assert found == content, seed
+                assert not extent.arrive(buffer), "what was moved once is read again before it is moved once more"
+    assert all((tmp_path / str(size)).read_bytes() == random.Random(size).randbytes(size) for size in sizes)
+
+
+def change(path):
+    with path.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"other")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (change, "its mtime_ns was"),
+        (lambda path: os.truncate(path, 6000), "its size_bytes was 50001 and is 6000"),
+        (lambda path: None, "cannot be read .EIO"),
+    ],
+    ids=["changed", "truncated", "unreadable"],
+)
+def test_a_file_that_is_not_what_it_was_is_named_in_one_error(tmp_path, harm, said):
+    path, identity = written(tmp_path / "base", 50_001, 1)
+    layout = RangeLayout.of([([FileRange(path, identity, 100, 40_000)], 40_000)])
+    faults = FaultSpec(seed=1, eio=1.0) if "EIO" in said else None
+    with closing(NvmeTier(OffloadConfig.from_dict(section(tmp_path)), faults=faults)) as tier:
+        extent, pool = tier.extent_in_files(layout), BufferPool(1, layout.size_bytes)
+        harm(path)
+        with pool.acquire() as buffer, pytest.raises(WeightFileError, match=said) as error:
+            bring(tier, extent, buffer)
+    assert error.value.path == path
+    assert '"copy"' in str(error.value)
+
+
+def test_a_file_that_was_exchanged_before_it_is_opened_is_refused(tmp_path):
+    path, identity = written(tmp_path / "base", 9000, 1)
+    layout = RangeLayout.of([([FileRange(path, identity, 0, 8)], 8)])
+    written(tmp_path / "other", 9000, 2)[0].replace(path)
+    with closing(nvme_tier(tmp_path)) as tier:
+        with pytest.raises(WeightFileError, match="its inode was"):
+            tier.extent_in_files(layout)
+        path.unlink()
+        with pytest.raises(WeightFileError, match=r"it cannot be opened \(ENOENT"):
+            tier.extent_in_files(layout)

@@ -355,7 +355,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
     with SafetensorsReader(file) as reader:
         with file.open("r+b") as shortened:
             shortened.truncate(2000)
-        with pytest.raises(WeightsError, match="it ends at byte 2000"):
+        with pytest.raises(WeightsError, match=r"its size_bytes was \d+ and is 2000"):
             reader.read("a")
 
 
