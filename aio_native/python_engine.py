@@ -18,7 +18,7 @@ from nvme_offload.aio_native.engine import (
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.aio_native.owner_thread import OwnerThread
-from nvme_offload.aio_native.segments import check_segments
+from nvme_offload.aio_native.requests import check_segments
 
 
 class PythonEngine(Engine):

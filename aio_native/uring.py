@@ -23,7 +23,7 @@ from nvme_offload.aio_native.engine import (
     check_timeout,
 )
 from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.aio_native.segments import check_segments
+from nvme_offload.aio_native.requests import check_segments
 from nvme_offload.aio_native.uring_refusal import explain_refusal
 
 

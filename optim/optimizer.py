@@ -19,8 +19,7 @@ from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.warn import door, warn_user
 from nvme_offload.optim.access.entries import prepare_entries, write_entries
 from nvme_offload.optim.access.split import StateParts
-from nvme_offload.optim.access.state_dict import matched_state, packed_state
-from nvme_offload.optim.access.view import StateView
+from nvme_offload.optim.access.view import StateView, matched_state, packed_state
 from nvme_offload.optim.durable.commits import Commits
 from nvme_offload.optim.durable.object import Durable
 from nvme_offload.optim.durable.state import DurableState, open_durability

@@ -20,8 +20,8 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt
 
+from nvme_offload.perf.experiments.compare import Contender, Seen, notes
 from nvme_offload.perf.experiments.gpt import parse_size
-from nvme_offload.perf.experiments.peers.result import Contender, Seen, notes
 from nvme_offload.perf.experiments.peers.worker import Ended, Order
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import describe

@@ -20,12 +20,12 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 ROOMS_BOTTOM_UP = {
     "aio_native": "_native descriptor faults interrupt uring_refusal / finalizing / engine starting / bell "
-    "operation segments / requests / injection / owner_thread / python_engine / aiofiles_engine null pyuring uring "
+    "operation / requests / injection / owner_thread / python_engine / aiofiles_engine null pyuring uring "
     "/ registry",
     "offload": "foreign / _torch_private devices units user_path warn / _fsdp_passes errors progress / host sync / "
     "config / storage / durable staging / shards swapper / activations weights",
     "optim": "_kernels telemetry / ranks rules / layout / kernels precision / fused / tiers / updates / state / "
-    "access / birth durable / step / optimizer / checkpoint optimizers / zero / adapters",
+    "access / birth durable / step / optimizer / checkpoint named_optimizers / zero / adapters",
     "perf": "measure / bench doctor plan runs / cli init top verify / experiments / benchmarks",
 }
 FOLDERS_BOTTOM_UP = {

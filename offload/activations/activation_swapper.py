@@ -1,27 +1,36 @@
 """Moves out of memory what a forward saves for backward: for any module, with or without an engine."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.aio_native import FaultSpec
 from nvme_offload.offload._torch_private import (
+    ATTENTION,
+    argument_of,
+    gathered_params,
     is_compiled,
     keeping_selected,
+    local_tensor,
     not_compiled,
     replace_calls,
+    run_operators,
+    storage_identity,
     top_saved_tensor_hooks,
+    tree_flatten,
+    tree_unflatten,
 )
-from nvme_offload.offload.activations.attention import AttentionResults
 from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
-from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
+from nvme_offload.offload.activations.buffers import SavedFacts, is_moved, is_plain
 from nvme_offload.offload.activations.kept import Handle, InPlace, KeptTensor
 from nvme_offload.offload.activations.store import ActivationStats, ActivationStore
-from nvme_offload.offload.activations.weights import ModelMemory
 from nvme_offload.offload.config.section import (
     OffloadConfig,
     OffloadOptimizerConfig,
@@ -29,7 +38,7 @@ from nvme_offload.offload.config.section import (
     ZeroOptimizationConfig,
 )
 from nvme_offload.offload.config.tiers import ActivationsConfig
-from nvme_offload.offload.devices.device import HOST
+from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_host_budget
 from nvme_offload.offload.host.page_locks import PageLocks
@@ -37,6 +46,113 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
 from nvme_offload.offload.units import KiB, MiB
 from nvme_offload.offload.warn import door
+
+_SAMPLE = 64
+
+
+class ModelMemory:
+    """The memory of a model's parameters and buffers, sharded or not, as it is at this moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: set[Hashable] = set()
+        self._sharded: list[nn.Module] = []
+        self._by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def look(self) -> None:
+        """Note where parameters and buffers are. To be called before a forward, which changes that of gathered ones."""
+        self._own = {identity for tensor in self._tensors() if (identity := _identity_of(tensor)) is not None}
+        by_shape: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+        for param in self._model.parameters():
+            by_shape[_shape_of(param)].append(param)
+        self._by_shape = dict(by_shape)
+        self._sharded = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is the model's own, or it is what autocast makes of a parameter."""
+        identity = _identity_of(tensor)
+        if identity in self._own or any(_identity_of(param) == identity for param in gathered_params(self._sharded)):
+            return True
+        return self._is_cast(tensor)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (local_tensor(tensor) for tensor in chain(self._model.parameters(), self._model.buffers()))
+
+    def _is_cast(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter in autocast's dtype. Those of a forward are cached until it ends.
+
+        Inside of an operator autocast is off, so that only values tell a cast from what happens to have its shape. On a
+        device the host would have to wait for them: what has the shape stays there.
+        """
+        shape, dtype = _shape_of(tensor), tensor.dtype
+        if dtype is not torch.get_autocast_dtype(tensor.device.type) or not (candidates := self._by_shape.get(shape)):
+            return False
+        if not is_host(tensor.device):
+            return any(param.dtype is not dtype for param in candidates)
+        gathered = (param for param in gathered_params(self._sharded) if _shape_of(param) == shape)
+        return any(_begin_alike(tensor, param) for param in chain(map(local_tensor, candidates), gathered))
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape but for the order of dimensions: a linear layer saves its weight transposed."""
+    return tuple(sorted(tensor.shape))
+
+
+def _identity_of(tensor: torch.Tensor) -> Hashable | None:
+    """The identity of a tensor's memory; None for a wrapper that has none of its own."""
+    if hasattr(tensor, "__tensor_flatten__") or tensor.is_meta:
+        return None
+    return storage_identity(tensor.untyped_storage())
+
+
+def _begin_alike(cast: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether what comes first in memory is the same in the dtype of the cast, which keeps the strides."""
+    if not is_plain(param) or param.dtype is cast.dtype or not param.dtype.is_floating_point:
+        return False
+    pair = cast, param.detach()
+    first, own = (each.as_strided((min(each.numel(), _SAMPLE),), (1,), each.storage_offset()) for each in pair)
+    return torch.equal(first, own.to(cast.dtype))
+
+
+class AttentionResults:
+    """The results of attention in one call of a block; the repetition takes them in the same order.
+
+    Autograd's own node for attention is made in the repetition, too, around the results that are taken: it saves them
+    as if they had just been computed. Selective checkpointing works so as well, but keeps them where hooks on saved
+    tensors do not look.
+    """
+
+    def __init__(self, keep: Callable[[torch.Tensor], Handle]) -> None:
+        self._keep = keep
+        self._kept: list[tuple[list[Any], Any]] = []
+        self._next = 0
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return what the forward of the block runs in, and what its repetition does."""
+        return run_operators(self._compute, self._kept.clear), run_operators(self._take, self._begin)
+
+    def _begin(self) -> None:
+        self._next = 0  # a graph that is retained is computed again more than once
+
+    def _compute(self, op: Any, args: Any, kwargs: Any) -> Any:
+        results = op(*args, **kwargs)
+        if _is_kept(op, args, kwargs):
+            leaves, layout = tree_flatten(results)
+            self._kept.append(([self._keep(x) if isinstance(x, torch.Tensor) else x for x in leaves], layout))
+        return results
+
+    def _take(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if not _is_kept(op, args, kwargs):
+            return op(*args, **kwargs)
+        leaves, layout = self._kept[self._next]
+        self._next += 1
+        return tree_unflatten([leaf.take() if hasattr(leaf, "take") else leaf for leaf in leaves], layout)
+
+
+def _is_kept(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is attention. With dropout it draws random numbers, and what comes after it others if it did not."""
+    return op in ATTENTION and not argument_of(op, "dropout_p", args, kwargs, 0.0)
+
 
 logger = logging.getLogger(__name__)
 

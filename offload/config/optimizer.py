@@ -37,7 +37,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 
 The section, the reference page, `offload plan` and `initialize` follow. An optimizer called X is ``OffloadX`` in
-``optim/x.py``, over the rule ``X`` in ``optim/rules/x.py``.
+``optim/named_optimizers.py``, over the rule ``X`` in ``optim/rules``.
 """
 
 _OF_TYPE = "of the type"

@@ -1,19 +1,72 @@
 """Committed steps as somebody reads them who is in no run: nothing is changed, nor is anything made or promised."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nvme_offload.offload.durable.chain import check_rows
+import torch
+
+from nvme_offload.offload.durable.chain import Chain, check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, read_about
 from nvme_offload.offload.durable.identity import MADE_AGAIN, Identity, read_identity
 from nvme_offload.offload.durable.manifest import NAMES, Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.snapshots import Snapshots
-from nvme_offload.offload.errors import ResumeError
+from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
+from nvme_offload.offload.host.region import HostRegion
+from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_directory import SWAP_NAME
 from nvme_offload.offload.storage.run_folder import names_in
-from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
+from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile, move_all
 from nvme_offload.offload.storage.swap_space import SwapSpace
+
+
+class PinnedReader:
+    """Reads chains of slots, one at a time, into memory of its own; somebody keeps them until all is read.
+
+    It is for one thread, which need not be the one that trains: the two share nothing but open files.
+    """
+
+    def __init__(self, space: SwapSpace) -> None:
+        self._space = space
+        self._memory = HostRegion(1)
+
+    def read(self, chain: Chain, check: Callable[[HostRegion], object] = id) -> HostRegion:
+        """Read a base and the log behind it, valid until the next is read. Raises StateError if there is no base.
+
+        `check` raises CorruptionError for what is not as it was written: then another copy is read, if there is one.
+        """
+        copy, memory = self._space.copies.whole[0], self._read(chain)
+        try:
+            check(memory)
+        except CorruptionError as error:
+            if not self._space.copies.lose(copy, error):
+                raise
+            return self.read(chain, check)
+        return memory
+
+    def _read(self, chain: Chain) -> HostRegion:
+        if chain.base is None:
+            raise StateError("a pinned step", "a base of each slot", "none of one")
+        extent = chain.reading(base_bytes=chain.base.content.size_bytes)
+        if extent.size_bytes > self._memory.size_bytes:
+            self._memory = HostRegion(extent.size_bytes)
+        at = 0
+        for fd, offset, size_bytes in extent.stripes:
+            self._fill(fd, offset, at, size_bytes)
+            at += size_bytes
+        return self._memory
+
+    def _fill(self, fd: int, offset: int, at: int, size_bytes: int) -> None:
+        target = self._memory.view(torch.uint8, at, size_bytes).numpy().data
+        copies, unit = self._space.copies, self._space.alignment
+        while True:
+            fd_read = copies.read_at(fd)
+            path = self._space.path_of(fd_read)
+            try:
+                return move_all(drive.read_at, fd_read, path, "read", offset, target, unit=unit, extent="a pinned step")
+            except SwapIOError as error:
+                if not copies.lose_at(fd_read, error):
+                    raise
 
 
 class CommittedRank:

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from nvme_offload.offload.devices.device import HOST
+from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.layout.subgroup import Run, section_view

@@ -1,16 +1,18 @@
 """A checkpoint of a pinned step that is written in a thread, while training goes on."""
 
 import errno
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import Flag, start
@@ -20,7 +22,6 @@ from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.checkpoint import files
-from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, SavedIndex, agree, index_of, plan_items
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
@@ -29,6 +30,75 @@ from nvme_offload.optim.durable.commits import random_id
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.ranks.collective import on_every_rank, on_first_rank
 from nvme_offload.optim.updates.logs import SlotLogs
+
+_KEY = "nvme_offload/checkpoint"
+_LOOK_SECONDS = 0.05
+_PATIENCE_SECONDS = 600.0
+"""Other ranks are given up when none of them has gone on for so long."""
+
+
+class Others:
+    """The ranks that write one checkpoint.
+
+    Args:
+        store: of all of them.
+        save: is of this checkpoint alone.
+        rank: this one.
+        where: the folder, for errors.
+    """
+
+    def __init__(self, store: Store, save: str, rank: int, where: object) -> None:
+        self._store = store
+        self._save = save
+        self._rank = rank
+        self._where = where
+
+    def say(self, what: str, value: bytes = b"") -> None:
+        """Let the others know that this rank has got so far. What it said of an earlier save is forgotten."""
+        key = self._key(what, self._rank)
+        self._set(f"{key}/value", value)
+        self._set(key, self._save.encode())
+
+    def say_failed(self, failure: BaseException) -> None:
+        """Say that this rank goes no further; who waits for it need not any longer."""
+        with suppress(RuntimeError):  # the store has ended, as what waits for this rank will notice
+            self._set(
+                f"{_KEY}/failure",
+                f"on rank {self._rank}, host {socket.gethostname()}: {type(failure).__name__}: {failure}".encode(),
+            )
+            self._set(f"{_KEY}/failed", self._save.encode())
+
+    def go_on(self) -> None:
+        """Let who waits know that this rank is at work."""
+        self._store.add(f"{_KEY}/items", 1)
+
+    def heard(self, what: str, ranks: Iterable[int]) -> list[bytes]:
+        """Return what ranks have said, when all of them have; raises CheckpointWriteError where one never will."""
+        return [self._heard_of(rank, self._key(what, rank)) for rank in ranks]
+
+    def _heard_of(self, rank: int, key: str) -> bytes:
+        since, before = time.monotonic(), -1
+        while not self._has_said(key):
+            if self._has_said(f"{_KEY}/failed"):
+                raise self._lost(errno.EIO, self._store.get(f"{_KEY}/failure").decode())
+            if (now := self._store.add(f"{_KEY}/items", 0)) != before:
+                since, before = time.monotonic(), now
+            elif time.monotonic() - since > _PATIENCE_SECONDS:
+                raise self._lost(errno.ETIMEDOUT, f"nothing is heard of rank {rank}")
+            time.sleep(_LOOK_SECONDS)
+        return self._store.get(f"{key}/value")
+
+    def _has_said(self, key: str) -> bool:
+        return self._store.check([key]) and self._store.get(key) == self._save.encode()
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are what it takes and gives
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{_KEY}/{what}/{rank}"
+
+    def _lost(self, code: int, said: str) -> CheckpointWriteError:
+        return CheckpointWriteError(code, str(self._where), said)
 
 
 class Share:

@@ -8,12 +8,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import sharded_like
-from nvme_offload.offload.errors import CheckpointWriteError, HalfRenamedError, SwapIOError
+from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
+from nvme_offload.optim.checkpoint import files
+from nvme_offload.optim.checkpoint.contents import MODEL
 from nvme_offload.optim.checkpoint.published import Conversion, as_they_are, conversions_of, kinds_of
+from nvme_offload.optim.checkpoint.storage import VerifiedReader, read_metadata
 from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
 from nvme_offload.optim.ranks.collective import is_alone, on_every_rank, take_first
 from nvme_offload.optim.tiers.parts import parts_of, split_shard
@@ -181,3 +186,29 @@ def _num_infinite(tensor: torch.Tensor) -> int:
     """Count the infinite elements in this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.isinf().sum())
+
+
+def read_weights(root: Path, tag: str | None = None) -> dict[str, torch.Tensor]:
+    """Return parameters, in fp32, and buffers of a checkpoint, by name, in host memory.
+
+    Args:
+        root: the folder that it was saved into.
+        tag: by default the latest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or a file of it is missing or damaged.
+    """
+    folder = files.find(root, tag)
+    if folder is None:
+        raise CheckpointError(root, "holds no checkpoint")
+    manifest = files.read_manifest(folder)
+    for name, record in manifest.items():
+        files.verify(folder / name, record, lambda size_bytes: None)
+    metadata = read_metadata(folder, manifest)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    load(found, storage_reader=VerifiedReader(folder, metadata), no_dist=True)
+    return {name.removeprefix(f"{MODEL}."): value for name, value in found.items()}

@@ -27,8 +27,7 @@ from nvme_offload.optim.durable.latest import CommitState, Taken
 from nvme_offload.optim.durable.snapshots import SnapshotsOfRanks
 from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.ranks.collective import this_rank
-from nvme_offload.optim.ranks.ranks import Ranks
+from nvme_offload.optim.ranks.collective import Ranks, this_rank
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.pipeline import HeldState

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.pinned import PinnedReader
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.commits import Commits, random_id

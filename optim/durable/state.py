@@ -1,20 +1,24 @@
 """Keep the state of a durable run: its files, and what its store asks of it."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.autograd.graph import increment_version
 
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.section import OffloadConfig, OffloadOptimizerConfig
+from nvme_offload.offload.durable.identity import read_identity
+from nvme_offload.offload.durable.rewrite_every import DurableBytes, auto_period, measure_rates
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.errors import ConfigWarning
+from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.durable.latest import LatestCommit
-from nvme_offload.optim.durable.period import period_of
 from nvme_offload.optim.durable.sealing import Sealing
+from nvme_offload.optim.layout.master import TAIL_DTYPE, MasterForm, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.durability import Durability, Ground
@@ -25,6 +29,28 @@ from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import DurableMeans
 from nvme_offload.optim.updates.logs import SlotLogs, is_loggable
 from nvme_offload.optim.updates.updater import Means
+
+_UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf/benchmarks/bench_kernel.py`
+_ITEMSIZE = 2  # of a gradient in 16 bits
+
+
+def period_of(
+    section: OffloadOptimizerConfig, run: DurableRun, tier: NvmeTier, rule: UpdateRule, num_threads: int
+) -> int:
+    """Return every how many steps the state of a run is rewritten, from its beginning to its end.
+
+    The section says it. With "auto" a run that was found goes on with what it wrote down when it began; a new one
+    decides now, see `auto_period`.
+    """
+    if isinstance(section.rewrite_every, int):
+        return section.rewrite_every
+    if committed := [*run.found, *run.snapshots.all.values()]:
+        return int(read_identity(run.folder, committed[0].identity).get("rewrite_every", 1))
+    tail = TAIL_DTYPE[MasterForm.SPLIT]
+    assert tail is not None
+    size = DurableBytes(state=state_itemsize(MasterForm.SPLIT, rule.states), tail=tail.itemsize, grad=_ITEMSIZE)
+    rates = replace(measure_rates(tier), update=num_threads * _UPDATES_PER_THREAD)
+    return auto_period(size, rates, section.wear_limit and section.wear_limit / ranks_on_host(), section.copies)
 
 
 def open_durability(config: OffloadConfig, rule: UpdateRule, ground: Ground) -> Durability:

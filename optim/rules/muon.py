@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_offload.optim.rules.adamw import MOMENTS, AdamW
+from nvme_offload.optim.rules.elementwise import MOMENTS, AdamW
 from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, number_of
 
 RULES = ("Muon", "AdamW")

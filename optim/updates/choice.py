@@ -1,13 +1,50 @@
 """Choose the way in which a subgroup is updated."""
 
+from collections.abc import Callable
+
+import torch
+
+from nvme_offload.optim.kernels import GradDtype, Segment, make_segment, renew
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import LoggedKernel
 from nvme_offload.optim.updates.mirrored import DeviceMirror, Mirrored
-from nvme_offload.optim.updates.native import NativeKernel
 from nvme_offload.optim.updates.updater import Means, Updater
+from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+
+_MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns in
+
+
+class NativeKernel(Updater):
+    """The rule's kernel updates the state where it is. A step tells it only what is new: addresses, and the scalars."""
+
+    def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:
+        super().__init__(subgroup, means, log)
+        self._segments: dict[int, dict[int, Segment]] = {}
+        """By the address of the memory that they are for, and index of the parameter: staging buffers take turns."""
+
+    def prepare(self, work: SubgroupStep) -> Callable[[], int]:
+        """See `Updater.prepare`."""
+        if len(self._segments) > _MOST_MEMORIES:
+            self._segments = {}
+        made = self._segments.setdefault(work.memory.view(torch.uint8, 0, 1).data_ptr(), {})
+        grads, scalars = work.grads, work.scalars
+        runs = [run for run in self.subgroup.runs if run.param in grads]
+        for run in runs:
+            if run.param not in made:
+                made[run.param] = self._made(work.runs[run.param])
+        segments = [made[run.param] for run in runs]
+        dtypes = [GradDtype.of(grads[run.param]) for run in runs]
+        renew(segments, *work.addresses(runs), dtypes, [scalars[run.param] for run in runs])
+        kernels = self.means.kernels
+        return lambda: sum(kernels.update(segments))
+
+    def _made(self, run: RunTensors) -> Segment:
+        scalars, its = run.scalars, run._asdict()
+        its |= {"scalars": scalars.of_kernel, "grad_scale": scalars.grad_scale}
+        return make_segment(rule=self.subgroup.rule, **its)
 
 
 def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updater]:

@@ -33,8 +33,8 @@ from nvme_offload.optim.birth.in_place import BasePlaces
 from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
 from nvme_offload.optim.layout.flat import check_is_no_wrapper, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
+from nvme_offload.optim.named_optimizers import optimizer_class
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank

@@ -12,7 +12,7 @@ from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import round_up
 from nvme_offload.optim.kernels import ABSENT, KernelPool, available_isas, make_logged_step, make_segment
 from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.rules.registry import rule_named
+from nvme_offload.optim.rules.registry import RULES
 
 MASTER_DTYPES = {torch.bfloat16: torch.uint16, torch.float16: torch.float32, torch.float32: None}
 
@@ -30,7 +30,7 @@ def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dt
     param, grad = torch.ones(numel, dtype=dtype), torch.full((numel,), 1e-3, dtype=dtype)
     master = None if master_dtype is None else torch.zeros(numel, dtype=master_dtype)
     settings = OPTIMIZERS[name]
-    rule = rule_named(name).of(settings)
+    rule = RULES[name].of(settings)
     if not rule.kernel:
         pytest.skip(f"{name} has no native kernel")
     states = [torch.full((numel,), state.birth) for state in rule.states]
@@ -47,7 +47,7 @@ def test_logged_update(measure: Callable[..., Any], numel: int, num_logged: int,
     """A step of a durable run: it does the logged updates again, and its own; some keep their gradient for the log."""
     numel = round_up(numel, TILE_NUMEL)
     settings, pool = OPTIMIZERS["AdamW"], KernelPool()
-    rule = rule_named("AdamW").of(settings)
+    rule = RULES["AdamW"].of(settings)
     param, grad = torch.ones(numel).bfloat16(), torch.full((numel,), 1e-3).bfloat16()
     master, states = torch.zeros(numel, dtype=torch.uint16), [torch.full((numel,), 1e-3) for _ in rule.states]
     offsets = torch.full((numel // TILE_NUMEL, 2), ABSENT)

@@ -2,34 +2,145 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
+from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.experiments.experiment import run_experiment
 from nvme_offload.perf.experiments.gpt import parse_size
-from nvme_offload.perf.experiments.peers.result import (
-    CONTENDERS,
-    ITERATIONS,
-    MEMORY,
-    OURS,
-    Contender,
-    Seen,
-    distance,
-    notes,
-    same_bits,
-)
-from nvme_offload.perf.experiments.peers.worker import Order, work
+from nvme_offload.perf.experiments.peers.worker import Ended, Order, model_of, work
 from nvme_offload.perf.measure.child import Child, ChildFailedError
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import num_cpus
+
+ENVIRONMENTS = Path(__file__).resolve().parents[2]
+"""`make compare` makes an environment here for each peer that needs one."""
+ITERATIONS = 2  # iterations of a turn
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model."""
+
+    name: str
+    text: str  # its name in the table
+    package: str | None = None  # the package that the peer needs; None: torch and this project alone
+
+    def weights(self, folder: Path) -> Path:
+        """The file in `folder` for its master weights at the end."""
+        return folder / f"{self.name}.weights"
+
+    def python(self) -> str | None:
+        """The interpreter that has its package; None where there is none."""
+        if self.package is None or find_spec(self.package):
+            return sys.executable
+        own = ENVIRONMENTS / f".venv-compare-{self.name}" / "bin" / "python"
+        return str(own) if own.exists() else None
+
+
+OURS = Contender("ours", "nvme-offload, state on NVMe")
+MEMORY = Contender("memory", "FSDP2 and torch.optim.AdamW, all in memory")
+CONTENDERS = (
+    OURS,
+    MEMORY,
+    Contender("ours-memory", "nvme-offload, state in memory"),
+    Contender("cpu-offload", "FSDP2 with CPUOffloadPolicy"),
+    Contender("torchao", "torchao's CPUOffloadOptimizer", "torchao"),
+    Contender("deepspeed", "DeepSpeed ZeRO-3, state on NVMe, pipelined", "deepspeed"),
+)
+
+
+@dataclass
+class Seen:
+    """One contender was seen so."""
+
+    contender: Contender
+    numel: int  # parameters of the model
+    problem: str | None = None  # why it could not train; None: it did
+    version: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    quads: list[Quad] = field(default_factory=list)  # seconds of an iteration: ours, theirs, theirs, ours
+    ended: Ended | None = None
+    distance: float | None = None
+    """The distance of its weights from those of the run in memory, by how far those have moved; 0: the same bits."""
+    bits_of_ours: bool = False  # whether its weights have the bits that ours on NVMe has
+
+    @property
+    def times_ours(self) -> float | None:
+        """Its iteration over ours, the median of the quads."""
+        return median(1 / quad.ratio for quad in self.quads) if self.quads else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for JSON."""
+        return {**asdict(self), "quads": [quad.rates for quad in self.quads], "times_ours": self.times_ours}
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """Its row, by the heads of the columns."""
+        row = dict.fromkeys(("", "iteration", "times ours", "peak memory", "B read", "B written", "distance"), "")
+        row[""] = self.contender.text + (f" ({self.version})" if self.version else "")
+        if self.problem is not None or self.ended is None:
+            return row | {"iteration": "cannot" if self.problem else "not yet"}
+        for head, count in zip(("B read", "B written"), self.ended.moved or (), strict=False):
+            row[head] = f"{count / self.numel / self.ended.iterations:.1f}"
+        if self.distance is not None:
+            of_ours = ", the bits of ours" if self.bits_of_ours else ""
+            row["distance"] = f"{self.distance:.1e}{of_ours}" if self.distance else "0"
+        times = "1" if self.times_ours is None else f"{self.times_ours:.2f}"
+        peak = format_bytes(self.ended.peak_bytes)
+        return row | {"iteration": f"{median(self.seconds):.2f} s", "times ours": times, "peak memory": peak}
+
+
+def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
+    """Say what was done and what the columns mean, and why some could not train."""
+    quads = max(len(found.quads) for found in all_found)
+    return [
+        f"{parse_size(order.size).num_parameters:,} parameters, {order.tokens} tokens an iteration; bf16 compute over "
+        f"fp32 masters, AdamW, clipping at 1.0; {quads} x {ITERATIONS} iterations each of ours, theirs, theirs, ours",
+        "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
+        "times ours: the median over rounds of ours, theirs, theirs, ours; above 1 is slower than ours",
+        f"distance: how far the weights end from those of {MEMORY.text}, as a share of how far training moved them",
+        *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None),
+    ]
+
+
+def distance(weights: Path, reference: Path, size: str) -> float:
+    """Return how far two trainings end from one another, as a share of how far the second moved its weights.
+
+    Both are files with the master weights at the end, by name; `size`: layers and width of the model.
+    """
+    others, ends = load(weights), load(reference)
+    start = {name: param.detach() for name, param in model_of(size).named_parameters()}
+
+    def squared_distance(values: Mapping[str, Tensor]) -> float:
+        return sum(float((end - values[name]).double().square().sum()) for name, end in ends.items())
+
+    return float((squared_distance(others) / squared_distance(start)) ** 0.5)
+
+
+def same_bits(some: Path, others: Path) -> bool:
+    """Whether two files have the same weights, bit for bit."""
+    first, second = load(some), load(others)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def load(path: Path) -> Mapping[str, Tensor]:
+    """Weights by name, mapped from a file and not read."""
+    weights: Mapping[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
+    return weights
 
 
 def compare(

@@ -18,11 +18,14 @@ from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.experiments.experiment import Row, run_experiment
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
 from nvme_offload.perf.experiments.training import SleepingModel, Training
-from nvme_offload.perf.measure.accelerator import device_here
 from nvme_offload.perf.measure.command_line import SaveTo
-from nvme_offload.perf.measure.layers import layered_model
-from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
-from nvme_offload.perf.measure.sections import MODES, section
+from nvme_offload.perf.measure.machine import (
+    device_here,
+    peak_resident_bytes,
+    reset_peak_resident_bytes,
+    settled_resident_bytes,
+)
+from nvme_offload.perf.measure.sections import MODES, layered_model, section
 from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.placing import Job
 from nvme_offload.perf.plan.prediction import Prediction, predict

@@ -20,9 +20,8 @@ from nvme_offload.perf.experiments.experiment import Row, run_experiment
 from nvme_offload.perf.experiments.training import Training
 from nvme_offload.perf.measure.child import Child, Send
 from nvme_offload.perf.measure.command_line import Folder, SaveTo
-from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
-from nvme_offload.perf.measure.sections import MODES, section
+from nvme_offload.perf.measure.sections import MODES, layered_model, section
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job
 from nvme_offload.perf.plan.prediction import predict

@@ -12,7 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.offload.devices.device import current_of, default_device_type, is_device
 from nvme_offload.offload.host.proc import PROC, Mount, mount_of, read, status_field
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.drives import drive_of
@@ -140,3 +143,22 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def device_here() -> torch.device | None:
+    """The device that trains where nobody names one; None where the CPU does."""
+    kind = default_device_type()
+    return current_of(kind) if is_device(kind) else None
+
+
+def facts_of(device: torch.device) -> dict[str, Any]:
+    """Name, memory and number of devices like this one, as far as torch tells."""
+    module = torch.get_device_module(device)
+    properties = module.get_device_properties(device)
+    return {
+        "name": getattr(properties, "name", device.type),
+        "memory_bytes": getattr(properties, "total_memory", None),
+        "count": module.device_count(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }

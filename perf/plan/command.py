@@ -12,8 +12,8 @@ from rich.console import Console
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
-from nvme_offload.perf.measure.accelerator import device_here, facts_of
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
+from nvme_offload.perf.measure.machine import device_here, facts_of
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict

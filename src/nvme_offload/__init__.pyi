@@ -44,13 +44,15 @@ from nvme_offload.optim.access.full_values import (
     set_full_optimizer_state,
     set_full_param,
 )
+from nvme_offload.optim.named_optimizers import (
+    OffloadAdagrad,
+    OffloadAdam,
+    OffloadAdamW,
+    OffloadLion,
+    OffloadMuon,
+    OffloadSGD,
+)
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.optimizers.adagrad import OffloadAdagrad
-from nvme_offload.optim.optimizers.adam import OffloadAdam
-from nvme_offload.optim.optimizers.adamw import OffloadAdamW
-from nvme_offload.optim.optimizers.lion import OffloadLion
-from nvme_offload.optim.optimizers.muon import OffloadMuon
-from nvme_offload.optim.optimizers.sgd import OffloadSGD
 from nvme_offload.optim.rules.rule import State, UpdateRule, check_numbers, rounded
 from nvme_offload.optim.telemetry.stats import (
     OptimizerStats,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nvme_offload import initialize
-from nvme_offload.perf.measure.layers import layered_model
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
+from nvme_offload.perf.measure.sections import layered_model
 from tests.support.training import run_child
 
 SLACK = 24 << 20

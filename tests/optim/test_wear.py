@@ -87,7 +87,7 @@ def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(
 
     def made(read, write):
         rates = DurableRates(read=read, write=write)
-        monkeypatch.setattr("nvme_offload.optim.durable.period.measure_rates", lambda _: rates)
+        monkeypatch.setattr("nvme_offload.optim.durable.state.measure_rates", lambda _: rates)
         return optimizer_of(drive, durable="run", rewrite_every="auto", wear_limit=limit)
 
     def steps(optimizer, numbers):

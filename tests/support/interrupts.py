@@ -26,9 +26,9 @@ import pytest
 import torch
 
 from nvme_offload import aio_native, offload, optim
+from nvme_offload.optim.updates.choice import NativeKernel
 from nvme_offload.optim.updates.in_torch import WholeMatrix
 from nvme_offload.optim.updates.logged import LoggedKernel
-from nvme_offload.optim.updates.native import NativeKernel
 
 PACKAGES = tuple(f"{Path(package.__file__).parent}/" for package in (aio_native, offload, optim))
 """How the names of files begin that have our code."""

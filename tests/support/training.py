@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import nvme_offload.optim.durable.state
 from nvme_offload import FaultSpec, OffloadAdamW, OffloadConfig, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.optim.rules.adamw import AdamW
+from nvme_offload.optim.rules.elementwise import AdamW
 from tests.support.forked import ROOT, output_of, printed, run_code
 from tests.support.twins import round_states, split_reference, step_reference, twin_of
 

@@ -23,8 +23,8 @@ from nvme_offload.offload.activations.blocks import outermost
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.layout.blocks import find_units
+from nvme_offload.optim.named_optimizers import optimizer_class
 from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.optimizers.registry import optimizer_class
 from nvme_offload.optim.zero.initialize import initialize as initialize_engine
 
 

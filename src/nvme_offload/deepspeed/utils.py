@@ -24,7 +24,7 @@ from nvme_offload.optim.access.full_values import (
     set_full_optimizer_state,
     set_full_param,
 )
-from nvme_offload.optim.checkpoint.read_weights import read_weights
+from nvme_offload.optim.checkpoint.export import read_weights
 
 __all__ = [
     "RepeatingLoader",

@@ -11,7 +11,7 @@ import torch
 
 from nvme_offload import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
-from nvme_offload.offload.durable.pinned import PinnedReader
+from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums
 from nvme_offload.offload.durable.turns import num_needed

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload import CheckpointWriteError
+from nvme_offload.optim.checkpoint.background import Others
 from nvme_offload.optim.checkpoint.files import FileRecord
-from nvme_offload.optim.checkpoint.others import Others
 from nvme_offload.optim.checkpoint.save_load import SavedIndex
 from nvme_offload.optim.layout.geometry import Part, boxes
 from nvme_offload.optim.layout.master import TILE_NUMEL

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from nvme_offload import OffloadConfig, initialize
 from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.optim.layout.master import MasterForm, state_itemsize
-from nvme_offload.optim.optimizers.registry import optimizer_class
-from nvme_offload.optim.rules.registry import rule_named
+from nvme_offload.optim.named_optimizers import optimizer_class
+from nvme_offload.optim.rules.registry import RULES
 from tests.support.resuming import fresh_engine
 from tests.support.rules import CASES, NAMES, VARIANTS
 from tests.support.training import (
@@ -52,7 +52,7 @@ def masters_of(optimizer):
 
 
 def test_every_optimizer_of_the_table_has_a_case_and_a_class():
-    assert {case.name for case in CASES} == {name for name in OPTIMIZERS if not rule_named(name).whole}
+    assert {case.name for case in CASES} == {name for name in OPTIMIZERS if not RULES[name].whole}
     for name, hyperparameters in OPTIMIZERS.items():
         found = inspect.signature(optimizer_class(name).__init__).parameters
         defaults = {key: found[key].default for key in hyperparameters}

@@ -19,8 +19,8 @@ from nvme_offload import ConfigError, EngineUnavailable
 from nvme_offload.aio_native import EngineOptions
 from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.units import MiB
+from nvme_offload.perf.bench import command as bench
 from nvme_offload.perf.bench import report
-from nvme_offload.perf.bench import run as bench
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.workloads import RawTarget

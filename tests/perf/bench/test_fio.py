@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nvme_offload.perf.bench.fio import Fio, FioError, bandwidth, find_fio
+from nvme_offload.perf.bench.command import Fio, FioError, bandwidth, find_fio
 from nvme_offload.perf.measure.command_line import Settings
 
 

@@ -19,7 +19,7 @@ from nvme_offload.offload.host import available_memory
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import GiB, MiB
-from nvme_offload.perf.doctor import drive, engines, memory, paths
+from nvme_offload.perf.doctor import command, engines, paths
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, print_report, saw
 from nvme_offload.perf.measure import drives
@@ -350,21 +350,21 @@ class TestDrives:
     def test_a_partition_is_judged_by_its_disk_and_a_combination_names_its_members(self, sys_tree):
         disk = sys_tree("259:1", "nvme0n1", partition="nvme0n1p1")
         assert (disk.name, disk.rotational, disk.scheduler, disk.nr_requests) == ("nvme0n1", False, "none", 1023)
-        assert levels(drive.check_drive(disk)) == {"drive": Level.OK}
+        assert levels(paths.check_drive(disk)) == {"drive": Level.OK}
         disk = sys_tree("253:0", "dm-0", members=("nvme1n1", "nvme0n1"))
-        assert "dm-0 on nvme0n1, nvme1n1" in next(drive.check_drive(disk)).found
+        assert "dm-0 on nvme0n1, nvme1n1" in next(paths.check_drive(disk)).found
 
     @pytest.mark.parametrize(
         ("name", "level"),
         [("sda", Level.WARNING), ("vda", Level.NOTE), ("loop0", Level.NOTE), ("zram0", Level.WARNING)],
     )
     def test_drives_that_are_not_nvme(self, sys_tree, name, level):
-        finding = next(drive.check_drive(sys_tree("8:0", name, rotational=1)))
+        finding = next(paths.check_drive(sys_tree("8:0", name, rotational=1)))
         assert finding.level is level
         assert name != "vda" or finding.remedy.endswith("offload bench --path PATH")
 
     def test_a_scheduler_that_does_not_suit(self, sys_tree):
-        _, found = drive.check_drive(sys_tree("259:0", "nvme0n1", scheduler="none [bfq]"))
+        _, found = paths.check_drive(sys_tree("259:0", "nvme0n1", scheduler="none [bfq]"))
         assert (found.check, found.level) == ("scheduler", Level.NOTE)
         assert found.remedy == "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler"
 
@@ -408,14 +408,14 @@ class TestMemory:
     def test_a_limit_of_an_ancestor_counts(self, proc, tmp_path, version):
         self.limit(proc, tmp_path, version, 256 * MiB, 100 * MiB)
         assert available_memory.available_bytes() == 157 * MiB, "page cache can be dropped"
-        finding = memory.check_memory(config_of())
+        finding = command.check_memory(config_of())
         assert finding.level is Level.ERROR
         assert f"cgroup v{version} limit 256 MiB, 157 MiB of it left" in finding.found
         assert "staging_budget" in finding.remedy
 
     @pytest.mark.parametrize(("budget", "level"), [("12GiB", Level.OK), ("17GiB", Level.ERROR), ("auto", Level.OK)])
     def test_a_host_budget_counts_instead_of_the_staging_buffers(self, proc, budget, level):
-        finding = memory.check_memory(OffloadConfig.from_dict({"host_budget": budget}))
+        finding = command.check_memory(OffloadConfig.from_dict({"host_budget": budget}))
         assert finding.level is level
         assert level is Level.OK or finding.remedy == "write less than 17 GiB for host_budget"
 
@@ -431,10 +431,10 @@ class TestMemory:
         assert available_memory.cgroup_limit() is None
 
     def test_staging_buffers_that_take_half_are_a_warning(self, proc):
-        finding = memory.check_memory(config_of())
+        finding = command.check_memory(config_of())
         assert (finding.level, finding.found) == (Level.OK, "16 GiB available of 32 GiB; no cgroup limit")
         proc("meminfo", "MemTotal: 33554432 kB\nMemAvailable: 819200 kB\n")
-        assert memory.check_memory(config_of()).level is Level.WARNING
+        assert command.check_memory(config_of()).level is Level.WARNING
 
 
 class TestEngines:
@@ -519,6 +519,6 @@ class TestSoftware:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
         monkeypatch.setattr(HostRegion, "pin", pin)
         config = OffloadConfig.from_dict({"zero_optimization": {"offload_optimizer": {"pin_memory": pin_memory}}})
-        finding = memory.check_gpu(config)
+        finding = command.check_gpu(config)
         assert finding.level is level
         assert finding.found.startswith("GPU 0, GPU 1")

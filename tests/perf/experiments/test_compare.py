@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvme_offload.perf.experiments import compare
-from nvme_offload.perf.experiments.peers.result import OURS, Contender, distance, same_bits
+from nvme_offload.perf.experiments.compare import OURS, Contender, distance, same_bits
 from nvme_offload.perf.experiments.peers.worker import model_of
 from tests.perf.experiments.running import said
 

@@ -20,7 +20,7 @@ from nvme_offload.optim.telemetry.trace import TRACKS
 from nvme_offload.perf.experiments import gpt
 from nvme_offload.perf.experiments.__main__ import app
 from nvme_offload.perf.experiments.demo import command as demo
-from nvme_offload.perf.experiments.demo.training import DemoRun, Step
+from nvme_offload.perf.experiments.demo.command import DemoRun, Step
 from nvme_offload.perf.experiments.experiment import Row
 from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
 from scripts import readme_timeline as timeline

@@ -9,10 +9,9 @@ from typer.testing import CliRunner
 
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.child import Child, ChildFailedError
-from nvme_offload.perf.verify import run
-from nvme_offload.perf.verify.command import summary, where
+from nvme_offload.perf.verify import command
+from nvme_offload.perf.verify.command import CHECKS, outcome_of, summary, where
 from nvme_offload.perf.verify.outcome import Site, WrongError, differing, exit_status, must_equal
-from nvme_offload.perf.verify.run import CHECKS, outcome_of
 from tests.support.broken_build import broken, ends_badly
 from tests.support.forked import ROOT, forked_children
 from tests.support.late_device.mutations import OF_MIRROR
@@ -35,7 +34,7 @@ def test_what_is_right_is_found_right(name, tmp_path):
 
 
 def test_a_broken_build_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "WORK", broken)
+    monkeypatch.setattr(command, "WORK", broken)
     with forked_children():
         done = verified(tmp_path, "--json", *("--only", "update"), *("--only", "checkpoint", "--only", "growth"))
     assert done.exit_code == 1, done.output
@@ -57,9 +56,9 @@ def test_all_of_it_on_the_cpu(tmp_path):
 
 
 def on_stand_in(folder, monkeypatch, names, mutation=""):
-    monkeypatch.setattr(run, "WORK", partial(on_late_device, mutation))
+    monkeypatch.setattr(command, "WORK", partial(on_late_device, mutation))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # a child imports nothing from the working folder
-    return list(run.verify(site(folder, "late"), names, lambda name: None))
+    return list(command.outcomes_of(site(folder, "late"), names, lambda name: None))
 
 
 @pytest.mark.slow
@@ -105,11 +104,11 @@ def test_on_the_stand_in_an_error_that_pinning_leaves_is_found(tmp_path, monkeyp
 
 
 def test_a_check_that_ends_badly_ends_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "WORK", ends_badly)
-    monkeypatch.setattr(run, "LIMIT", 3.0)
+    monkeypatch.setattr(command, "WORK", ends_badly)
+    monkeypatch.setattr(command, "LIMIT", 3.0)
     names = ["update", "machine", "clipping", "swapper", "scaler", "races"]
     with forked_children():
-        outcomes = list(run.verify(site(tmp_path), names, lambda name: None))
+        outcomes = list(command.outcomes_of(site(tmp_path), names, lambda name: None))
     assert [each.status for each in outcomes] == ["ok", "ok", "failed", "ok", "failed", "ok"]
     assert outcomes[2].found.endswith("ended with code 3 and gave no outcome: what it said")  # no path that is gone
     assert outcomes[2].log == ("what it said",)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from nvme_offload.offload import _torch_private
-from nvme_offload.offload.activations import choice
+from nvme_offload.offload.activations import buffers
 from nvme_offload.offload.swapper import tensor_swapper
 from nvme_offload.optim.tiers.arrivals import Arrivals
-from nvme_offload.perf.verify import growth
+from nvme_offload.perf.verify import engines
 from tests.support.late_device import autocast
 from tests.support.late_device.queues import (
     LATE,
@@ -192,11 +192,11 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
-        patch.setattr(choice, "PLAIN_CLASSES", (*choice.PLAIN_CLASSES, LateTensor))
+        patch.setattr(buffers, "PLAIN_CLASSES", (*buffers.PLAIN_CLASSES, LateTensor))
         patch.setattr(_torch_private, "StorageWeakRef", _identity)
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it
-        patch.setattr(growth, "has_context", lambda device: device.index in LATE.contexts)
+        patch.setattr(engines, "has_context", lambda device: device.index in LATE.contexts)
         yield LATE
         assert not LATE.unlocked_early, "page-locked memory is unlocked with copies under way"
         assert not LATE.freed_early, "memory of the device is given away with copies under way"

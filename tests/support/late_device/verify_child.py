@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
-from nvme_offload.perf.verify.run import work
+from nvme_offload.perf.verify.command import work
 from tests.support.late_device.module import late_device
 from tests.support.late_device.mutations import MUTATIONS
 

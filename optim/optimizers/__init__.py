@@ -1,1 +1,0 @@
-"""Optimizers with torch's names and arguments, one file each."""
