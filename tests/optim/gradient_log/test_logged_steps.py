@@ -31,13 +31,15 @@ def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
         assert sum(map(bool, others)) <= 2, others
 
 
+OTHERS = [(case, 3, {}) for case in CASES if case.rule.kernel and case is not ADAMW]
+OTHERS += [(ADAMW, 3, {"host_budget": "9MiB"}), (ADAMW, 3, {"checksums": True})]
+
+
 @pytest.mark.parametrize(
-    ("case", "period"),
-    [(ADAMW, 2), (ADAMW, 4), (IN_BF16[0], 1), *((case, 3) for case in CASES if case.rule.kernel and case is not ADAMW)],
-    ids=str,
+    ("case", "period", "more"), [(ADAMW, 2, {}), (ADAMW, 4, {}), (IN_BF16[0], 1, {}), *OTHERS], ids=str
 )
-def test_the_bits_are_those_of_a_training_in_place(pairs, case, period):
-    pair = pairs(case, period, seed=period)
+def test_the_bits_are_those_of_a_training_in_place(pairs, case, period, more):
+    pair = pairs(case, period, seed=period, **more)
     for number in range(8):
         pair.step()
         if number in (3, 5):
@@ -45,16 +47,6 @@ def test_the_bits_are_those_of_a_training_in_place(pairs, case, period):
         if number % 3 == 0 or number == 7:
             pair.check()
     assert pair.logged.stats().failed_commits == 0
-
-
-@pytest.mark.parametrize("more", [{"host_budget": "9MiB"}, {"checksums": True}], ids=str)
-def test_state_in_memory_and_checksums_change_nothing(pairs, more):
-    pair = pairs(ADAMW, 3, seed=5, **more)
-    for number in range(7):
-        pair.step()
-        if number == 4:
-            pair.reopen()
-    pair.check()
 
 
 def test_what_is_written_is_that_of_the_period(drive):

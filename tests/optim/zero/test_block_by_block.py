@@ -1,4 +1,7 @@
-"""Micro-batches that go block by block: the bits of the plain loop, half the gathers, and words for what cannot be."""
+"""Micro-batches that go block by block: the bits of the plain loop, half the gathers, and words for what cannot be.
+
+In any precision, stage and tier, by any rule, on one rank and on two: durable/test_drawn_runs.py.
+"""
 
 import contextlib
 import itertools
@@ -10,16 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nvme_offload import BlockOrderError, ConfigError, StateError, SwapIOError, get_full_grad, initialize
+from tests.support import small_llama
 from tests.support.block_mistakes import MISTAKES, take_in_place_of_reductions
 from tests.support.failing_drive import Failing, Op
 from tests.support.interrupts import EACH, SLOW, STRIKES, every, raise_struck
@@ -79,29 +76,6 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "nvme_offload: micro-batch"]
 
 
-IN_MEMORY = {"param": "cpu", "grads": "cpu"}
-FEW_STEPS = [
-    ("bf16", 1, True, EVERYTHING),
-    ("bf16", 4, True, EVERYTHING),
-    ("mixed", 3, False, IN_MEMORY),
-    ("fp16", 2, True, {"param": "nvme"}),
-    ("fp32", 2, True, {"grads": "nvme"}),
-    ("autocast", 3, True, EVERYTHING),
-]
-
-
-@pytest.mark.parametrize(("precision", "count", "tied", "tiers"), FEW_STEPS, ids=str)
-def test_the_bits_are_those_of_the_plain_loop(alone, tmp_path, precision, count, tied, tiers):
-    """More of them, on two ranks, in every stage, with every rule: durable/test_drawn_runs.py."""
-    ends = []
-    for path, order, places in (None, "horizontal", {}), (tmp_path, "vertical", tiers):
-        ends.append(train(config_of(path, order, count, precision, **places), 2, tied=tied))
-    assert max(norms[-1] for norms in ends[0][1]) > 0.5, "clipping acts"
-    compare(*ends)
-    assert not threads()
-    assert not list(tmp_path.iterdir())
-
-
 BACKWARD = {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
 PLAIN = {key: BACKWARD[key] for key in ("gradient_clipping", "skip_non_finite")}
 
@@ -140,10 +114,20 @@ def test_a_run_goes_on_in_the_other_order(alone, tmp_path, orders, half):
     compare(wanted, (state, seen))
 
 
-def train_in_backward(rank, world_size, path, cases):
-    for precision, stage, tied, tiers in cases:
+IN_BACKWARD = {
+    1: [("bf16", 3, True, EVERYTHING), ("fp32", 3, False, EVERYTHING), ("bf16", 2, False, {"param": "nvme"})],
+    2: [("bf16", 3, False, EVERYTHING), ("fp32", 1, True, EVERYTHING)],
+}
+"""By the number of ranks: precision, stage, whether ends are tied, tiers."""
+
+
+@pytest.mark.parametrize("ranks", IN_BACKWARD)
+@on_ranks("ranks")
+def test_blocks_are_updated_in_backward_where_they_were_gathered(rank, world_size, tmp_path):
+    """No gradient is written or read then."""
+    for precision, stage, tied, tiers in IN_BACKWARD[world_size]:
         wanted = train(config_of(None, "horizontal", 3, precision, stage=stage, **PLAIN), 3, rank, tied=tied)
-        config = config_of(path, "vertical", 3, precision, stage=stage, **BACKWARD, **tiers)
+        config = config_of(tmp_path, "vertical", 3, precision, stage=stage, **BACKWARD, **tiers)
         with make(config, num_layers=3, tied=tied) as engine:
             seen, moved = [], []
             for number in range(3):
@@ -155,17 +139,6 @@ def train_in_backward(rank, world_size, path, cases):
             assert stats.updates_in_backward > 0
             assert moved[0] == moved[-1], "only the first step, in which the model is looked at, moved gradients"
             check_buffers(engine)
-
-
-def test_blocks_are_updated_in_backward_where_they_were_gathered(alone, tmp_path):
-    """No gradient is written or read then."""
-    cases = [("bf16", 3, True, EVERYTHING), ("fp32", 3, False, EVERYTHING), ("bf16", 2, False, {"param": "nvme"})]
-    train_in_backward(0, 1, tmp_path, cases)
-    assert not list(tmp_path.iterdir())
-
-
-def test_blocks_are_updated_in_backward_on_two_ranks(tmp_path):
-    run_ranks(train_in_backward, 2, tmp_path, [("bf16", 3, False, EVERYTHING), ("fp32", 1, True, EVERYTHING)])
 
 
 class Spare(Model):
@@ -239,20 +212,17 @@ def test_an_io_error_after_an_update_in_backward_says_that_a_checkpoint_leads_on
         check_buffers(engine)
 
 
-def llama(tied, kind=LlamaForCausalLM, config=LlamaConfig, **more):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return kind(config(vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes, **more))
+def llama(tied, **more):
+    sizes = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    return small_llama.llama(tie_word_embeddings=tied, **sizes, **more)
 
 
-qwen = partial(llama, kind=Qwen2ForCausalLM, config=Qwen2Config, num_key_value_heads=2)
+def qwen(tied):
+    return llama(tied, kinds=(Qwen2ForCausalLM, Qwen2Config), num_key_value_heads=2)
 
 
 def t5(tied):
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    config = T5Config(vocab_size=VOCABULARY, tie_word_embeddings=tied, decoder_start_token_id=0, **sizes)
-    return T5ForConditionalGeneration(config)
+    return small_llama.t5(vocab_size=VOCABULARY, tie_word_embeddings=tied, dropout_rate=0.0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch import nn
 
 from nvme_offload import initialize
 from tests.support.build import section
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH, DEPTH = 256, 6
 BF16 = {"bf16": {"enabled": True}}
@@ -27,12 +27,14 @@ def inputs():
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def forwards(rank, world_size, path):
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_forwards_of_a_frozen_model_read_it_once_and_have_its_bits(rank, world_size, tmp_path):
     model = frozen()
     numel = sum(param.numel() for param in model.parameters())
     with torch.no_grad():
         expected = model(inputs())
-    own = path / str(rank)
+    own = tmp_path / str(rank)
     own.mkdir()
     with initialize(model, on_nvme(own)) as engine, torch.no_grad():
         engine.eval()
@@ -48,14 +50,6 @@ def forwards(rank, world_size, path):
             0 < read * world_size / numel / 6 <= 2.4 * 4 / DEPTH
         )  # a bias has a page; two of four buffers keep theirs
         assert stats.param_reads_ahead - before.param_reads_ahead == stats.param_reads - before.param_reads
-
-
-def test_forwards_of_a_frozen_model_read_it_once_and_have_its_bits(alone, tmp_path):
-    forwards(0, 1, tmp_path)
-
-
-def test_so_do_those_of_two_ranks(tmp_path):
-    run_ranks(forwards, 2, tmp_path)
 
 
 @pytest.mark.parametrize("buffers", [2, 3, 5, DEPTH])
