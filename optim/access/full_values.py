@@ -32,7 +32,7 @@ def get_full_param(param: torch.Tensor) -> torch.Tensor:
         ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
-    body, record = _owner(param, "get_full_param")
+    body, record = owner_of(param, "get_full_param")
     if isinstance(parts_of(param), OnePart):
         return _gathered(param, param.dtype)
     if "master" in record.entry_names:
@@ -54,8 +54,12 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
         ValueError: it is no such parameter, or the value has another shape. Nothing was changed.
         SwapIOError: it could not be written to its tier.
     """
-    body, record = _owner(param, "set_full_param")
-    part = _own_part(param, value, "set_full_param")
+    body, record = owner_of(param, "set_full_param")
+    set_param_part(param, body, record, _own_part(param, value, "set_full_param"))
+
+
+def set_param_part(param: torch.Tensor, body: StateBody, record: ParamRecord, part: torch.Tensor) -> None:
+    """Set this rank's part of a parameter: master weights and what is computed with."""
     has_state = record.is_placed or split_shard(param) is None  # one frozen so far has all of its parts itself
     if has_state and "master" in record.entry_names:
         set_entries(body, {record.index: {"master": part.float()}})
@@ -78,7 +82,7 @@ def get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         ValueError: it is no parameter of an open `OffloadOptimizer`.
         SwapIOError: it could not be read from its tier, on any rank.
     """
-    _owner(param, "get_full_grad")
+    owner_of(param, "get_full_grad")
     if param.grad is None:
         return None
     local = local_tensor(param.grad)
@@ -97,10 +101,15 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         ValueError: it is no parameter of an open `OffloadOptimizer`, has no gradient, or the value has another shape.
         SwapIOError: it could not be read from its tier, where others of its block are kept.
     """
-    _owner(param, "set_full_grad")
+    owner_of(param, "set_full_grad")
     if param.grad is None:
         raise ValueError("set_full_grad: the parameter has no gradient; call it between backward and step")
-    part, local = _own_part(param, value, "set_full_grad"), local_tensor(param.grad)
+    set_grad_part(param.grad, _own_part(param, value, "set_full_grad"))
+
+
+def set_grad_part(grad: torch.Tensor, part: torch.Tensor) -> None:
+    """Set this rank's part of a gradient, wherever it is."""
+    local = local_tensor(grad)
     if isinstance(local, PartitionStandIn):
         local.partition.set(part)
     else:
@@ -119,8 +128,8 @@ def get_full_optimizer_state(param: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: it is no parameter of an open `OffloadOptimizer`, or has no such state.
         SwapIOError: it could not be read from its tier, on any rank.
     """
-    body, record = _owner(param, "get_full_optimizer_state")
-    _check_name(record, name, "get_full_optimizer_state")
+    body, record = owner_of(param, "get_full_optimizer_state")
+    check_state_name(record, name, "get_full_optimizer_state")
     if name == "step":
         with body.at_rest():
             return step_entry(record.steps)
@@ -136,13 +145,14 @@ def set_full_optimizer_state(param: torch.Tensor, name: str, value: torch.Tensor
         ValueError: it is no parameter of an open `OffloadOptimizer`, has no such state, or the value has another shape.
         SwapIOError: it could not be written to its tier.
     """
-    body, record = _owner(param, "set_full_optimizer_state")
-    _check_name(record, name, "set_full_optimizer_state")
+    body, record = owner_of(param, "set_full_optimizer_state")
+    check_state_name(record, name, "set_full_optimizer_state")
     part = value if name == "step" else _own_part(param, value, "set_full_optimizer_state")
     set_entries(body, {record.index: {name: part}})
 
 
-def _owner(param: torch.Tensor, caller: str) -> tuple[StateBody, ParamRecord]:
+def owner_of(param: torch.Tensor, caller: str) -> tuple[StateBody, ParamRecord]:
+    """Return the state that a parameter belongs to, and its record there; ValueError if there is none."""
     body = body_of(param) if isinstance(param, torch.Tensor) else None
     record = body.table.find(param) if body is not None else None
     if body is None or record is None:
@@ -156,7 +166,8 @@ def _owner(param: torch.Tensor, caller: str) -> tuple[StateBody, ParamRecord]:
     return body, record
 
 
-def _check_name(record: ParamRecord, name: str, caller: str) -> None:
+def check_state_name(record: ParamRecord, name: str, caller: str) -> None:
+    """Raise ValueError for what is no state of a parameter."""
     known = record.entry_names
     if name not in known:
         raise ValueError(f"{caller}: {name!r} is no optimizer state of this parameter; it has {', '.join(known)}")

@@ -259,10 +259,17 @@ class OffloadEngine:
         Raises:
             TypeError, ValueError: as `backward`.
         """
-        self._accumulation.check_backward()
         check_loss(loss)
-        self._accumulation.has_backward = True
+        self.note_backward()
         return self._scaled(loss, self.gradient_accumulation_steps)
+
+    def note_backward(self) -> None:
+        """Say that a backward which is not `backward`'s has gradients that are scaled and divided as there.
+
+        Raises RuntimeError in a step of `accumulate`.
+        """
+        self._accumulation.check_backward()
+        self._accumulation.has_backward = True
 
     def _scaled(self, loss: torch.Tensor, share: int) -> torch.Tensor:
         return loss.float() * (self.loss_scale / share)

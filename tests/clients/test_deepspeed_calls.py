@@ -238,3 +238,102 @@ def test_sections_have_deepspeeds_comments(alone, tmp_path):
     (tmp_path / "twice.json").write_text('{"optimizer": {}, # twice\n "optimizer": {}}')
     with pytest.raises(ConfigError, match=r"twice\.json: line 1.*comments and commas too many are read"):
         deepspeed.initialize(model=nn.Linear(2, 2), config=str(tmp_path / "twice.json"))
+
+
+class Answering(nn.Module):
+    """Like a Hugging Face model: its loss is computed from the logits that it returns, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        logits = self.head(self.first(x).relu())
+        return {"loss": logits.mean(), "logits": logits}
+
+
+def engine_of(folder, **more):
+    torch.manual_seed(0)
+    return deepspeed.initialize(model=Answering(), config=section(folder, adamw={"lr": 0.1}, **more))[0]
+
+
+BACKWARDS = (
+    lambda engine, loss: engine.backward(loss),
+    lambda engine, loss: engine.scale(loss).backward(),
+    lambda engine, loss: loss.backward(),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plain_backward_is_that_of_the_engine(alone, tmp_path, stage):
+    found = []
+    for backward in BACKWARDS:
+        engine = engine_of(tmp_path, stage=stage, accumulation=2, gradient_clipping=1e6)
+        for batch in torch.arange(32.0).view(4, 2, 4):
+            out = engine(batch)
+            out["logits"] /= 2.0
+            backward(engine, out["loss"] + out["logits"].sum())
+            engine.step()
+        found.append(
+            (engine.get_global_grad_norm(), {name: tuple(w.flatten()) for name, w in weights_of(engine).items()})
+        )
+        engine.destroy()
+    assert found[0] == found[1] == found[2]
+    engine = engine_of(tmp_path, stage=stage, fp16={"enabled": True})
+    assert engine.optimizer.needs_scaler()
+    with pytest.raises(RuntimeError, match=r"Loss scaling is required under fp16: write engine\.backward\(loss\)"):
+        engine(torch.ones(2, 4))["loss"].backward()
+    engine.destroy()
+
+
+def test_who_does_not_let_micro_batches_be_counted_ends_each_step(alone, tmp_path):
+    found = {}
+    for is_managed in (True, False):
+        keys = {"managed_gradient_accumulation": is_managed, "train_micro_batch_size_per_gpu": 2}
+        engine = engine_of(tmp_path, stage=1, accumulation=2, **keys)
+        for index, batch in enumerate(torch.arange(32.0).view(4, 2, 4)):
+            engine.backward(engine(batch)["loss"])
+            if is_managed or index % 2:
+                engine.step()
+        assert (engine.was_step_applied(), engine.global_steps, engine.global_samples) == (True, 2, 8)
+        found[is_managed] = weights_of(engine)
+        said = "called within" if is_managed else "managed_gradient_accumulation is false"
+        with pytest.raises(RuntimeError, match=said), engine.coalesce_grad_reduction():
+            engine.step()
+        engine.destroy()
+    assert all(torch.equal(value, found[True][name]) for name, value in found[False].items())
+
+
+def parts_of_parameters(rank, world_size, folder, options):
+    """What scripts gather by hand, and the parts of this rank."""
+    engine = engine_of(folder, **options)
+    status = deepspeed.zero.ZeroParamStatus
+    engine.backward(engine(torch.ones(2, 4))["loss"])
+    for param in engine.module.parameters():
+        assert (param.ds_status, param.ds_shape, param.ds_numel) == (status.NOT_AVAILABLE, param.shape, param.numel())
+        with deepspeed.zero.GatheredParameters([param]), deepspeed.zero.GatheredParameters([param]):
+            assert param.ds_status == status.AVAILABLE
+        assert param.ds_status == status.NOT_AVAILABLE
+        part = utils.safe_get_local_fp32_param(param)
+        for kind, *key in (("fp32_param",), ("grad",), ("optimizer_state", "exp_avg")):
+            get, get_local = getattr(utils, f"safe_get_full_{kind}"), getattr(utils, f"safe_get_local_{kind}")
+            set_local = getattr(utils, f"safe_set_local_{kind}")
+            assert torch.equal(get_local(param, *key), get(param, *key).chunk(world_size)[rank])
+            set_local(param, torch.full_like(part, rank + 1.0), *key)
+            assert get(param, *key).flatten()[[0, -1]].tolist() == [1.0, world_size]
+            assert torch.equal(get_local(param, *key), torch.full_like(part, rank + 1.0))
+    utils.safe_update_full_grad_vectorized(engine.module.parameters(), lambda old, param: old * 2)
+    assert utils.safe_get_full_grad(engine.module.first.bias).tolist() == [2.0] * 4 + [2.0 * world_size] * 4
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("options", [{"bf16": {"enabled": True}}, {"stage": 1}], ids=["bf16", "fp32"])
+def test_parts_of_parameters_are_read_and_set_by_deepspeeds_names(alone, tmp_path, options):
+    assert parts_of_parameters(0, 1, str(tmp_path), options)
+
+
+@pytest.mark.slow
+def test_each_rank_reads_and_sets_its_own_parts(tmp_path):
+    options = {"bf16": {"enabled": True}, "offload_gradients": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    assert run_ranks(parts_of_parameters, 2, str(tmp_path), options)

@@ -26,6 +26,7 @@ from nvme_offload.deepspeed.adam import fused_adam
 from nvme_offload.deepspeed.engine import DeepSpeedEngine
 from nvme_offload.deepspeed.launch import add_config_arguments, init_distributed
 from nvme_offload.deepspeed.making import initialize
+from nvme_offload.deepspeed.optimizer_names import DeepSpeedNames
 from nvme_offload.deepspeed.refusal import not_done, refused_names
 
 __all__ = [
@@ -83,6 +84,7 @@ _zero = _submodule(
 _of_runtime = {
     "zero": _zero,
     "engine": _submodule("runtime.engine", {"DeepSpeedEngine": DeepSpeedEngine}),
+    "base_optimizer": _submodule("runtime.base_optimizer", {"ZeROOptimizer": DeepSpeedNames}),
     "lr_schedules": _submodule("runtime.lr_schedules", schedules.SCHEDULES),
     "utils": _submodule("runtime.utils", {"see_memory_usage": utils.see_memory_usage}),
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from nvme_offload.deepspeed.loaders import loader_of
 from nvme_offload.deepspeed.loss_scale import DynamicLossScaler
+from nvme_offload.deepspeed.optimizer_names import as_deepspeeds
+from nvme_offload.deepspeed.plain_backward import PlainBackward
 from nvme_offload.deepspeed.refusal import PAGE, refuse_arguments
+from nvme_offload.deepspeed.zero import mark_sharded
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.full_values import set_full_param
-from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.ranks.collective import on_first_rank
 from nvme_offload.optim.zero.engine import OffloadEngine
 
@@ -39,10 +40,17 @@ class DeepSpeedEngine:
         config: the section as it was given.
         loader: of the training data, if there is one.
         has_optimizer: whether the script, or the section, has one.
+        is_managed: whether micro-batches are counted; else every `step` acts.
     """
 
     def __init__(
-        self, engine: OffloadEngine, config: Any, loader: DataLoader[Any] | None = None, *, has_optimizer: bool = True
+        self,
+        engine: OffloadEngine,
+        config: Any,
+        loader: DataLoader[Any] | None = None,
+        *,
+        has_optimizer: bool = True,
+        is_managed: bool = True,
     ) -> None:
         self.engine = engine
         """The engine itself, with all that is not DeepSpeed's."""
@@ -53,6 +61,11 @@ class DeepSpeedEngine:
         self.latest_was_skipped = False
         """Whether the latest step was skipped."""
         self._micro_batches_seen = 0
+        self._plain = PlainBackward(engine)
+        self._is_managed, self._is_coalescing = is_managed, False
+        mark_sharded(engine.parameters())
+        if not is_managed:
+            engine.set_gradient_accumulation_boundary(True)
         section = engine.config
         if engine.loss_scaler is not None:
             engine.scale_by(DynamicLossScaler.of_stage(section.fp16, section.zero_optimization.stage))
@@ -83,7 +96,7 @@ class DeepSpeedEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; see `OffloadEngine`."""
         self._awaits_backward = torch.is_grad_enabled()
-        return self.engine(*args, **kwargs)
+        return self._plain.watched(self.engine(*args, **kwargs))
 
     forward = __call__
 
@@ -111,18 +124,50 @@ class DeepSpeedEngine:
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward of one loss of a micro-batch; see `OffloadEngine.backward`."""
-        divided = self.engine.backward(loss, retain_graph, scale_wrt_gas=scale_wrt_gas)
+        with self._plain.divided():
+            divided = self.engine.backward(loss, retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._awaits_backward = retain_graph
+        self._micro_batches_seen += not self._is_managed
         return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """See `OffloadEngine.scale`: for ``engine.scale(loss).backward()``, of each loss of a micro-batch."""
+        scaled = self.engine.scale(loss)
+        self._plain.is_divided = True
+        return scaled
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """See `OffloadEngine.accumulate`."""
+        with self._plain.divided():
+            return self.engine.accumulate(*args, **kwargs)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Within, backwards add to the gradients of one step. Each of them reduces gradients all the same.
+
+        Raises:
+            RuntimeError: micro-batches are not counted, or it is called within itself.
+        """
+        if not self._is_managed or self._is_coalescing:
+            why = "within itself" if self._is_coalescing else "where managed_gradient_accumulation is false"
+            raise RuntimeError(f"engine.coalesce_grad_reduction was called {why}: leave it out")
+        self._is_coalescing = True
+        try:
+            yield
+        finally:
+            self._is_coalescing = False
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the micro-batch; see `OffloadEngine.step`. Raises ValueError for arguments of a scheduler."""
         if lr_kwargs:
             raise ValueError(f"engine.step: lr_kwargs = {lr_kwargs!r}: call the scheduler's step with them yourself")
+        if self._is_coalescing:
+            raise RuntimeError("engine.step was called within engine.coalesce_grad_reduction: call it after the block")
+        self._plain.is_divided = False
         steps, skipped = self.engine.global_steps, self.skipped_steps
         self.engine.step()
         self._awaits_backward = False
-        self._micro_batches_seen += 1
+        self._micro_batches_seen += self._is_managed
         self.latest_was_skipped = self.skipped_steps > skipped
         self._was_applied = self.engine.global_steps > steps and not self.latest_was_skipped
 
@@ -143,7 +188,20 @@ class DeepSpeedEngine:
     @property
     def global_samples(self) -> int:
         """Samples of the steps so far, over all ranks; 0 where the section does not say how many a step has."""
+        if not self._is_managed:  # the calls of `backward` are counted
+            return self._micro_batches_seen * self.world_size * (self.train_micro_batch_size_per_gpu() or 0)
         return self.engine.global_steps * (self.train_batch_size() or 0)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether micro-batches are counted; else every `step` acts."""
+        return self._is_managed
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """See `OffloadEngine.set_gradient_accumulation_boundary`. RuntimeError: every `step` acts."""
+        if not self._is_managed:
+            what = "engine.set_gradient_accumulation_boundary"
+            raise RuntimeError(f"{what}: managed_gradient_accumulation is false, so that every engine.step() acts")
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
@@ -350,65 +408,6 @@ class DeepSpeedEngine:
     def destroy(self) -> None:
         """Free the optimizer's memory and files."""
         self.engine.close()
-
-
-class DeepSpeedNames:
-    """Names that scripts ask DeepSpeed's optimizers for, beside torch's own. The engine's optimizer has them."""
-
-    engine: Callable[[], DeepSpeedEngine | None]
-
-    @property
-    def loss_scaler(self) -> Any:
-        """The scale of the loss, and what it follows; without fp16 it is 1 and stays."""
-        none = SimpleNamespace(cur_scale=1.0, loss_scale=1.0, dynamic=False, dynamic_loss_scale=False)
-        engine = self.engine()
-        return none if engine is None else engine.engine.loss_scaler or none
-
-    scaler = loss_scale_config = loss_scaler
-
-    @property
-    def cur_scale(self) -> float:
-        """The factor of the loss; 1 without fp16."""
-        return float(self.loss_scaler.cur_scale)
-
-    loss_scale = cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
-        return bool(self.loss_scaler.dynamic)
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the latest step was skipped."""
-        engine = self.engine()
-        return engine is not None and engine.latest_was_skipped
-
-    @property
-    def _global_grad_norm(self) -> float:
-        return float(self.total_norm)
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer inside DeepSpeed's: here it is the same."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        what = "neither torch's optimizers nor those here have it"
-        raise AttributeError(
-            f"optimizer.{name} is not there: {what}, and if DeepSpeed's do, it is not done here: {PAGE}",
-            name=name,
-            obj=self,
-        )
-
-
-def as_deepspeeds(engine: DeepSpeedEngine) -> OffloadOptimizer:
-    """Give the optimizer of an engine `DeepSpeedNames`; return it."""
-    made = engine.engine.optimizer
-    kind = type(made)
-    about = {"__module__": kind.__module__, "__doc__": kind.__doc__, "engine": weakref.ref(engine)}
-    made.__class__ = type(kind.__name__, (DeepSpeedNames, kind), about)
-    return made
 
 
 def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:

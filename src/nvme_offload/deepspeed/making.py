@@ -98,7 +98,7 @@ def initialize(
         )
     size = engine.config.batch_sizes(dist.get_world_size()).train_micro_batch_size_per_gpu
     loader = loader_of(training_data, size, collate_fn) if training_data is not None else None
-    made = DeepSpeedEngine(engine, given.raw, loader, has_optimizer=has_optimizer)
+    made = DeepSpeedEngine(engine, given.raw, loader, has_optimizer=has_optimizer, is_managed=given.is_managed)
     return made, made.optimizer, loader, engine.lr_scheduler
 
 

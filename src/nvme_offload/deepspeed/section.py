@@ -17,6 +17,7 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.user_path import user_path
 
+_MANAGED = "managed_gradient_accumulation"
 _COMMENT = r"#[^\n]*|//[^\n]*|/\*.*?\*/"
 _HIDDEN = re.compile(rf'"(?:\\.|[^"\\])*"|{_COMMENT}|,(?=(?:\s|{_COMMENT})*[}}\]])', re.DOTALL)
 """Strings; and, outside of them, comments and a comma before the end of an object or a list."""
@@ -28,9 +29,11 @@ class Given(NamedTuple):
     raw: Any
     """The section as a dict, or an `OffloadConfig`."""
     config: OffloadConfig
-    """All of it but the schedule."""
+    """All of it but the schedule and the next."""
     scheduler: Any
     """The part ``scheduler``; None where there is none."""
+    is_managed: bool
+    """The part ``managed_gradient_accumulation``: whether the engine counts micro-batches; else every step acts."""
 
 
 def section_of(args: Any, config: Any) -> Given:
@@ -49,22 +52,23 @@ def section_of(args: Any, config: Any) -> Given:
     if isinstance(config, str | Path) and not user_path(config).is_dir():
         text = None if user_path(config).exists() else _decoded(str(config))
         source, config = ("config", _parsed(text)) if text is not None else (str(config), _read(user_path(config)))
-    rest, scheduler = _taken_apart(config)
+    rest, scheduler, is_managed = _taken_apart(config)
     section = read(OffloadConfig, rest, source) if isinstance(rest, Mapping) else OffloadConfig.of(rest)
-    return Given(config, section, scheduler)
+    return Given(config, section, scheduler, is_managed)
 
 
-def _taken_apart(section: Any) -> tuple[Any, Any]:
-    """Return a section without its ``scheduler``, and that: DeepSpeed has more of them, and counts otherwise."""
+def _taken_apart(section: Any) -> tuple[Any, Any, bool]:
+    """Return a section without what is the door's, and that: DeepSpeed has more schedules, and counts otherwise."""
     if isinstance(section, OffloadConfig):
         own = section.scheduler
         taken = None if own is None else {"type": own.type, "params": own.params.model_dump(exclude_unset=True)}
-        return section.model_copy(update={"scheduler": None}), taken
+        return section.model_copy(update={"scheduler": None}), taken, True
     inner = section[WRAPPER] if is_wrapped(section) else section
     if not isinstance(inner, Mapping):
-        return section, None
-    rest = {key: value for key, value in inner.items() if key != "scheduler"}
-    return {WRAPPER: rest} if is_wrapped(section) else rest, inner.get("scheduler")
+        return section, None, True
+    is_managed = inner.get(_MANAGED) is not False  # any other value is the reader's
+    rest = {key: value for key, value in inner.items() if key != "scheduler" and (is_managed or key != _MANAGED)}
+    return {WRAPPER: rest} if is_wrapped(section) else rest, inner.get("scheduler"), is_managed
 
 
 def _read(path: Path) -> Any:

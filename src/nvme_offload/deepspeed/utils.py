@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.deepspeed.loaders import RepeatingLoader
+from nvme_offload.deepspeed.own_parts import get_own_part, set_own_part
 from nvme_offload.deepspeed.refusal import refused_names
 from nvme_offload.offload.host.available_memory import available_bytes
 from nvme_offload.offload.units import format_bytes
@@ -37,9 +38,16 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "see_memory_usage",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -80,6 +88,45 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Give each parameter that has a gradient what `update_func` makes of the whole of it; every rank must call it."""
+    for param in param_list:
+        if param.requires_grad and (old := get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(old, param))
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a parameter, in the shape of its shard; None where it is frozen."""
+    return get_own_part(param, "master") if param.requires_grad else None
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of a gradient; None where there is none."""
+    return get_own_part(param, "grad")
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's part of a state, as ``exp_avg``; None where the parameter is frozen."""
+    return get_own_part(param, optim_state_key) if param.requires_grad else None
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's part of a parameter. ValueError: it has another shape than the shard."""
+    set_own_part(param, "master", value)
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's part of a gradient. ValueError: there is none, or it has another shape."""
+    set_own_part(param, "grad", value)
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a state. ValueError: there is none, or it has another shape."""
+    set_own_part(param, optim_state_key, value)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -265,9 +266,13 @@ class GatheredParameters(TorchFunctionMode):
         self._sharded = [param for param in listed if enabled and isinstance(param, DTensor)]
         self._modifier_rank = modifier_rank
         self._whole: dict[int, torch.Tensor] = {}
+        self._made_whole: list[Any] = []
 
     def __enter__(self) -> GatheredParameters:
         self._whole = {id(param): param.full_tensor().detach().clone() for param in self._sharded}
+        self._made_whole = [param for param in self._sharded if getattr(param, "ds_status", None) is _PARTED]
+        for param in self._made_whole:
+            param.ds_status = ZeroParamStatus.AVAILABLE
         super().__enter__()  # type: ignore[no-untyped-call]  # of torch, as below
         return self
 
@@ -279,6 +284,8 @@ class GatheredParameters(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for param in self._made_whole:
+            param.ds_status = _PARTED
         for param in self._sharded:
             whole = self._whole.pop(id(param))
             if self._modifier_rank is not None and kind is None:
@@ -313,11 +320,23 @@ def external_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 class ZeroParamStatus(Enum):
-    """DeepSpeed's states of a parameter; those of an engine here have no ``ds_status``, as whole ones have none."""
+    """DeepSpeed's states of a parameter, its ``ds_status``: it is available within `GatheredParameters`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+_PARTED = ZeroParamStatus.NOT_AVAILABLE
+_IDS = itertools.count()
+
+
+def mark_sharded(params: Iterable[Any]) -> None:
+    """Give sharded parameters the attributes by which scripts for DeepSpeed know that they must be gathered."""
+    for param in params:
+        if isinstance(param, DTensor):
+            about = {"ds_id": next(_IDS), "ds_shape": param.shape, "ds_numel": param.numel()}
+            vars(param).update(about, ds_status=_PARTED, ds_persist=False)
 
 
 __getattr__ = refused_names(__name__)
