@@ -162,6 +162,7 @@ def computed(rank, world_size, folder):
     model.late = nn.Linear(8, 2)
     assert {param.device.type for param in (model.first.weight, model.scale, model.shift)} == {"meta"}
     assert model.shift is model.also
+    assert {param.ds_status for param in model.first.parameters()} == {deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE}
     expected, rates = model.frequencies.clone(), model.rates
     engine = deepspeed.initialize(model=model, config=section(folder, adamw={"lr": 0.1}))[0]
     found = weights_of(engine)
@@ -208,6 +209,10 @@ def test_a_registered_parameter_of_another_module_is_whole_in_a_forward(alone, t
     if not is_registered:  # the leaf, a list, has them all gathered with the model
         deepspeed.zero.unregister_external_parameter(model, model.blocks[0][0].weight)
     expected = model(batch).detach()
+    found = utils.set_z3_leaf_modules_by_suffix(model, ["s.1", "none"], flag=False, raise_if_not_found=False)
+    assert found == ([model.blocks[1]], ["none"])
+    with pytest.raises(ValueError, match=r"No modules named \['s\.1'\]"):
+        utils.set_z3_leaf_modules_by_name(model, ["s.1", "blocks.1"])
     assert utils.set_z3_leaf_modules(model, [nn.ModuleList]) == utils.get_z3_leaf_modules(model) == [model.blocks]
     with pytest.raises(ValueError, match="No modules of type"):
         utils.set_z3_leaf_modules(model, [nn.Conv1d])

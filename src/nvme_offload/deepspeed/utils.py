@@ -51,6 +51,8 @@ __all__ = [
     "see_memory_usage",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
@@ -146,6 +148,33 @@ def unset_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Take `set_z3_leaf_modules` back; return the modules. ValueError: there is none of such a class."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their whole names; return them, and the names that there are not. ValueError: there are some."""
+    return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their names; as `set_z3_leaf_modules_by_name`."""
+    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def _mark_named(
+    model: nn.Module, given: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raises: bool
+) -> tuple[list[nn.Module], list[str]]:
+    there = dict(model.named_modules())
+    missing = [end for end in given if not any(fits(name, end) for name in there)]
+    if missing and raises:
+        raise ValueError(f"No modules named {missing} found in model {model}")
+    found = [module for name, module in there.items() if any(fits(name, end) for end in given)]
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
 
 
 def z3_leaf_module(model: nn.Module) -> bool:

@@ -160,6 +160,7 @@ def on_meta(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
     made = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
     made.__class__ = type(param)
     made.__dict__.update(param.__dict__)
+    mark_sharded([made])
     if value is not None:
         _VALUES[made] = value
     return made
@@ -332,9 +333,9 @@ _IDS = itertools.count()
 
 
 def mark_sharded(params: Iterable[Any]) -> None:
-    """Give sharded parameters the attributes by which scripts for DeepSpeed know that they must be gathered."""
+    """Give what is sharded, or will be, the attributes by which scripts for DeepSpeed know that it must be gathered."""
     for param in params:
-        if isinstance(param, DTensor):
+        if param.is_meta or isinstance(param, DTensor):
             about = {"ds_id": next(_IDS), "ds_shape": param.shape, "ds_numel": param.numel()}
             vars(param).update(about, ds_status=_PARTED, ds_persist=False)
 
