@@ -1,5 +1,8 @@
 """An engine whose steps last, on every tier, and what it must have brought forth."""
 
+from functools import lru_cache
+from tempfile import TemporaryDirectory
+
 from tests.support.resuming import fresh_engine, scalars_of, section, steps_of
 from tests.support.sharded_model import assert_same, full_state
 
@@ -47,15 +50,17 @@ def whole(engine):
     return full_state(engine.module, engine.optimizer), scalars_of(engine)
 
 
-def expected(mode, path, num_steps, tiers="state", rank=0):
-    with durable(mode, path, None, tiers) as engine:
+@lru_cache(maxsize=8)
+def expected(mode, num_steps, tiers="state", rank=0):
+    """Return what a run that ends with its process has after these steps, trained once; on all ranks at a time."""
+    with TemporaryDirectory() as path, durable(mode, path, None, tiers) as engine:
         losses = steps_of(engine, rank, range(num_steps))
         return *whole(engine), losses
 
 
-def assert_goes_on_to(engine, mode, path, done, num_steps, tiers="state", rank=0):
+def assert_goes_on_to(engine, mode, done, num_steps, tiers="state", rank=0):
     losses = steps_of(engine, rank, range(done, num_steps))
-    state, scalars, all_losses = expected(mode, path, num_steps, tiers, rank)
+    state, scalars, all_losses = expected(mode, num_steps, tiers, rank)
     found, found_scalars = whole(engine)
     assert losses == all_losses[done:], (losses, all_losses)
     assert found_scalars == scalars

@@ -95,7 +95,7 @@ def test_every_verb_names_a_dead_drive_and_the_run_goes_on_when_it_is_back(verb,
     with make(drive) as engine:
         step, _ = engine.durable.resume()
         assert step in ({2, 3} if verb in ("rewind", "load") else {3, 4, 5})
-        assert_goes_on_to(engine, "bf16", tmp_path, step, step + 2, TIERS)
+        assert_goes_on_to(engine, "bf16", step, step + 2, TIERS)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -176,7 +176,7 @@ def test_a_commit_into_files_that_are_gone_fails_with_a_way_on(gone, drive, tmp_
             engine.load_checkpoint(tmp_path / "saved")
         else:
             assert engine.durable.resume()[0] == 5
-        assert_goes_on_to(engine, "bf16", tmp_path, 5, 7)
+        assert_goes_on_to(engine, "bf16", 5, 7)
 
 
 def test_of_two_drives_the_one_whose_files_are_gone_is_lost_and_made_again_when_it_is_there(drive, other):

@@ -44,7 +44,7 @@ def test_an_engine_goes_on_where_another_ended(drive, mode, tiers):
         after = whole(engine)
         assert_same(after[0], before[0])
         assert after[1] == before[1]
-        assert_goes_on_to(engine, mode, drive, 3, 5, tiers)
+        assert_goes_on_to(engine, mode, 3, 5, tiers)
         assert engine.optimizer.stats().failed_commits == 0
         slots = engine.optimizer.durable.commits.run.extents.slots
         assert any(slot.current.log for slot in slots) == ("logged" in tiers and mode != "fp32")
@@ -70,7 +70,7 @@ def test_a_loaded_checkpoint_is_committed_and_a_step_back_is_taken_with_all_of_i
             engine.load_checkpoint(tmp_path / "saved")
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         assert engine.resume() == (3, {"at": 3})
-        assert_goes_on_to(engine, "fp16", drive, 3, 4)
+        assert_goes_on_to(engine, "fp16", 3, 4)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_ranks_go_on_from_the_latest_step_that_all_of_them_have(rank, world_size
         if rank == 1:  # killed before this one lasted
             run.found = run.found[1:]
         assert engine.resume() == (2, {})
-        assert_goes_on_to(engine, "bf16", drive, 2, 4, rank=rank)
+        assert_goes_on_to(engine, "bf16", 2, 4, rank=rank)
         with failing(engine) if rank else nullcontext(), warnings.catch_warnings(action="ignore"):
             steps_of(engine, rank, [4])
             settle(engine)
@@ -126,7 +126,7 @@ def test_ranks_begin_anew_where_only_the_first_commit_of_all_was_under_way(rank,
     lose_all()
     with durable("bf16", drive, "run") as engine:
         assert engine.resume() is None
-        assert_goes_on_to(engine, "bf16", drive, 0, 3, rank=rank)
+        assert_goes_on_to(engine, "bf16", 0, 3, rank=rank)
         settle(engine)
     lose_all()
     with durable("bf16", drive, "run") as engine, pytest.raises(ResumeError, match="rank 1 has nothing"):
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_loaded_over_a_run_of_one_commit(drive, tmp_path):
         engine.load_checkpoint(tmp_path / "saved")
     with durable("bf16", drive, "run") as engine:
         assert engine.resume() == (2, {})
-        assert_goes_on_to(engine, "bf16", drive, 2, 4)
+        assert_goes_on_to(engine, "bf16", 2, 4)
 
 
 @on_ranks(2)
@@ -159,7 +159,7 @@ def test_a_rank_whose_updates_stop_before_the_first_commit_keeps_no_other_waitin
                 engine.optimizer.synchronize()
             engine.optimizer.finish_step()
         steps_of(engine, rank, range(1, 3))
-        assert_same(whole(engine)[0], expected("bf16", drive, 3, rank=rank)[0])
+        assert_same(whole(engine)[0], expected("bf16", 3, rank=rank)[0])
     with durable("bf16", drive, "run") as engine:
         assert engine.resume()[0] == 3
 
@@ -186,9 +186,9 @@ def test_a_rewind_that_a_drive_stops_is_resumed_in_the_same_process_and_in_anoth
             life.close()
             engine = life.enter_context(durable("bf16", drive, "run"))
         assert engine.resume() == (last, {})
-        assert_goes_on_to(engine, "bf16", drive, last, 6, rank=rank)
+        assert_goes_on_to(engine, "bf16", last, 6, rank=rank)
         assert engine.rewind() == (5, {})
-        assert_goes_on_to(engine, "bf16", drive, 5, 6, rank=rank)
+        assert_goes_on_to(engine, "bf16", 5, 6, rank=rank)
 
 
 SLOW_LOSS = pytest.param(2, "unclipped, logged", 2, marks=pytest.mark.slow)
@@ -215,11 +215,11 @@ def test_a_step_that_cannot_be_finished_is_gone_back_from_in_the_same_process(ra
             with pytest.raises(StateError, match=r"it cannot be finished: call resume\(\)"):
                 engine.step()
         assert engine.resume() == (first, {})
-        assert_goes_on_to(engine, "bf16", drive, first, first + 2, tiers, rank=rank)
+        assert_goes_on_to(engine, "bf16", first, first + 2, tiers, rank=rank)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0 if is_last else -1, -1))
         with pytest.raises(SwapIOError, match="EFBIG") if is_last else nullcontext():
             steps_of(engine, rank, [first + 2])
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         engine.zero_grad()
         assert engine.resume() == (first + 2, {})
-        assert_goes_on_to(engine, "bf16", drive, first + 2, first + 4, tiers, rank=rank)
+        assert_goes_on_to(engine, "bf16", first + 2, first + 4, tiers, rank=rank)

@@ -1,4 +1,7 @@
-"""An engine whose forwards keep what they save on NVMe trains as one without: bits, whatever else the section says."""
+"""An engine whose forwards keep what they save on NVMe trains as one without: bits, whatever else the section says.
+
+In every precision: durable/test_drawn_runs.py.
+"""
 
 import errno
 
@@ -16,12 +19,7 @@ from tests.support.small_llama import llama, rows, t5
 from tests.support.training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("alone")
-SECTIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 128.0}},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+BF16 = {"bf16": {"enabled": True}}
 
 
 def kept(path, keep, device="nvme"):
@@ -70,14 +68,8 @@ def check(tmp_path, forward, make, more, keep, *, devices=("nvme",), **options):
     return actual[2]
 
 
-@CASTS_AGAIN
-@pytest.mark.parametrize(("precision", "keep"), each_value_once(list(SECTIONS), KEEPS))
-def test_precisions(tmp_path, precision, keep):
-    check(tmp_path, of_layers, layers, SECTIONS[precision], keep, devices=("cpu", "nvme"))
-
-
 def test_what_has_the_shape_of_a_weight_reads_no_state(tmp_path, monkeypatch):
-    with initialize(layers(), build.section(tmp_path, **SECTIONS["bf16"], **kept(tmp_path, "all"))) as engine:
+    with initialize(layers(), build.section(tmp_path, **BF16, **kept(tmp_path, "all"))) as engine:
         monkeypatch.setattr("nvme_offload.optim.access.split.StateParts.read", None)
         engine(torch.randn(64, 64))
 
@@ -88,7 +80,8 @@ def test_what_has_the_shape_of_a_weight_reads_no_state(tmp_path, monkeypatch):
 def test_parameters_and_gradients_on_the_drive(tmp_path, tmp_path_factory, keep):
     """Gathered parameters are in staging buffers then, which others get. The record of the run has all their bytes."""
     log = tmp_path_factory.mktemp("log") / "run.jsonl"
-    kept = check(tmp_path, of_layers, layers, SECTIONS["bf16"] | {"run_log": str(log)}, keep, parameters_away=True)
+    more, devices = BF16 | {"run_log": str(log)}, ("cpu", "nvme")
+    kept = check(tmp_path, of_layers, layers, more, keep, devices=devices, parameters_away=True)
     scalars = read_records(log)[-1]["scalars"]
     moved = kept.written_bytes, kept.read_bytes
     assert (scalars["activation_bytes_written"], scalars["activation_bytes_read"]) == moved
