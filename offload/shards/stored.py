@@ -34,6 +34,10 @@ class StoredShard(Protocol):
     """The device that computes with it."""
     form: Padded
 
+    @property
+    def has_value(self) -> bool:
+        """Whether its bytes are in files that others wrote, so that nobody needs to put them there."""
+
     def gather(self) -> torch.Tensor:
         """The padded tensor, for FSDP2 to copy; valid until `end_gather`, or until another group is gathered."""
 
@@ -49,6 +53,8 @@ class StoredShard(Protocol):
 
 class ResidentShard:
     """Stored where it is computed with: `values` are padded and contiguous."""
+
+    has_value = False
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -73,6 +79,8 @@ class ResidentShard:
 
 class UnbornShard:
     """A shard that has no place yet, because nothing has a value yet."""
+
+    has_value = False
 
     def __init__(self, form: Padded, device: torch.device = HOST) -> None:
         self.form = form

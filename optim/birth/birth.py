@@ -19,10 +19,9 @@ from nvme_offload.offload.shards.stored import (
     Padded,
     ResidentShard,
     StoredShard,
-    TieredShard,
     UnbornShard,
 )
-from nvme_offload.offload.storage.file_ranges import FileRange
+from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.values import LiveValues
 from nvme_offload.optim.birth.in_place import BasePlaces
@@ -158,6 +157,11 @@ class Birth:
                     found[number] = None
         return found
 
+    @property
+    def bases(self) -> dict[str, FileIdentity]:
+        """The files, by name, in which frozen parameters are that are read there."""
+        return self._in_place.files if self._in_place is not None else {}
+
     def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
         """Return the place of what will be stored of a parameter. Memory of zeros takes none until it is written to."""
         if self._params_on_tier:
@@ -227,7 +231,7 @@ class Birth:
 def _has_value(param: torch.Tensor) -> bool:
     """Return whether a sharded parameter is read where others wrote it."""
     parts = parts_of(param)
-    return parts is not None and isinstance(parts.stored, TieredShard) and parts.stored.has_value
+    return parts is not None and parts.stored.has_value
 
 
 def _fill(param: torch.Tensor, values: Elements, write: Write) -> None:

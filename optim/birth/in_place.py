@@ -7,7 +7,7 @@ from typing import Literal
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.shards.stored import Padded
-from nvme_offload.offload.storage.file_ranges import FileRange
+from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import speaks_for_all
 from nvme_offload.optim.birth.new_tensors import NewTensor
@@ -28,6 +28,8 @@ class BasePlaces:
     copied: dict[str, str] = field(default_factory=dict)
     """Why parameters are copied, by name."""
     copied_bytes: int = 0
+    files: dict[str, FileIdentity] = field(default_factory=dict)
+    """The files, by name, of what is read in place."""
 
     def ranges_of(
         self, new: NewTensor, pieces: Sequence[StoredPiece] | None, form: Padded, local: tuple[int, int, int]
@@ -45,6 +47,7 @@ class BasePlaces:
         first, stop = local[1] * row, (local[1] + local[2]) * row
         ranges: list[FileRange] = []
         for piece in pieces or ():
+            self.files[piece.entry.path.name] = piece.entry.file
             low, high = max(first, piece.start), min(stop, piece.start + piece.numel)
             if low < high:
                 entry, itemsize = piece.entry, form.dtype.itemsize

@@ -93,6 +93,8 @@ class Contents:
     """Step counts of the optimizer's parameters, fp64 scalars, by index of the parameter."""
     names: dict[int, str] = field(default_factory=dict)
     """Qualified names of the optimizer's parameters, by index."""
+    in_files: dict[str, Any] = field(default_factory=dict)
+    """The names of parameters that are left out, and the identities of the files that have them; see `bases`."""
     group_names: list[list[str]] = field(default_factory=list)
     """Qualified names of the parameters of each parameter group."""
 

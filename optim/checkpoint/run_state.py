@@ -41,8 +41,8 @@ class TrainingParts:
     """Groups of the ranks that each have all buffers of the model, or of their stage."""
     node_local: bool = False
     """Whether each host has a folder of its own for checkpoints: `checkpoint.use_node_local_storage`."""
-    has_frozen: bool = True
-    """Whether parameters that were always frozen are saved."""
+    has_frozen: bool | None = None
+    """Whether parameters that were always frozen are saved; None: those that are not read in place."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ def state_json(scalars: Scalars, contents: Contents) -> bytes:
             for number, (group, names) in enumerate(zip(scalars.groups, contents.group_names, strict=True))
         ],
         "tied": contents.tied,
+        "in_files": contents.in_files,
     }
     return json.dumps(content, indent=1).encode()
 
@@ -135,6 +136,12 @@ def check_same_optimizer(folder: Path, training: TrainingParts) -> None:
         found = json.loads((folder / STATE).read_bytes())["optimizer"]
     if found != (own := training.optimizer.rule.name):
         raise ValueError(f"the checkpoint is of a run with {found}, this run has {own}; nothing was changed")
+
+
+def read_in_files(folder: Path) -> Any:
+    """Return what a checkpoint says of parameters that are in files of others; see `bases`."""
+    with _reading_state(folder):
+        return json.loads((folder / STATE).read_bytes()).get("in_files")
 
 
 def read_state(folder: Path, training: TrainingParts, contents: Contents, wanted: Wanted) -> RunState:

@@ -29,7 +29,7 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.same_values import differing
 from nvme_offload.optim.access.values import LiveValues, Values
-from nvme_offload.optim.checkpoint import files
+from nvme_offload.optim.checkpoint import bases, files
 from nvme_offload.optim.checkpoint.contents import (
     MODEL,
     Contents,
@@ -50,6 +50,7 @@ from nvme_offload.optim.checkpoint.run_state import (
     check_same_optimizer,
     names_of_groups,
     objects_bytes,
+    read_in_files,
     read_state,
     state_json,
 )
@@ -167,6 +168,8 @@ def agree(
         return own_tag, _contents_of(training, values())
 
     own_tag, contents = on_every_rank(prepare, group)
+    if training.has_frozen is None:
+        bases.leave_out(contents, training)
     _leave_buffers_to_first(contents, training.copies)
     stages = contents_of_stages(contents, training.stages)
 
@@ -292,7 +295,9 @@ def _load(
         take_on_stages(contents, stages)
         if wanted.optimizer:
             check_same_optimizer(folder, training)
-        metadata = contents.narrow(wanted, read_metadata(folder, found.manifest))
+        saved = read_metadata(folder, found.manifest)
+        bases.narrow(contents, read_in_files(folder), saved.state_dict_metadata, store.blocks.bases)
+        metadata = contents.narrow(wanted, saved)
         check_fits(contents, metadata)
         return metadata, read_state(folder, training, contents, wanted)
 
@@ -322,7 +327,7 @@ def _load(
 def _contents_of(training: TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names.extend(names_of_groups(training.optimizer, contents))
-    if not training.has_frozen:
+    if training.has_frozen is False:
         placed = set(contents.names.values())
         params = dict(training.model.named_parameters(remove_duplicate=False))
         frozen = {f"{MODEL}.{name}" for name, param in params.items() if not param.requires_grad and name not in placed}

@@ -65,16 +65,15 @@ class BlockTiers:
     def __init__(self, config: OffloadConfig, kernels: KernelPool, locks: PageLocks) -> None:
         self.params: ParamTier | None = None
         self.grads: GradTier | None = None
-        self._nvme: NvmeTier | None = None
-        """The tier of `params`, if it is on NVMe."""
+        self.bases: Mapping[str, FileIdentity] = {}
+        """See `note_bases`."""
         self._config = config
         self._kernels = kernels
         self._locks = locks
         section = config.zero_optimization.offload_param
         try:
             if section.device == "nvme":
-                self._nvme = NvmeTier(config, paths=section.nvme_path)
-                self.params = self._param_tier(self._nvme)
+                self.params = self._param_tier(NvmeTier(config, paths=section.nvme_path))
             if config.offload_gradients.device == "nvme":
                 self.grads = self._grad_tier(NvmeTier(config, paths=config.offload_gradients.nvme_path))
         except BaseException:
@@ -229,16 +228,14 @@ class BlockTiers:
         found = {}
         for number, group in enumerate(groups):
             if (layout := layout_of([parts.stored for parts in group.parts])) is not None:
-                assert self._nvme is not None
-                found[number] = self._nvme.extent_in_files(layout)
+                tier = self.params.cache.tier if self.params is not None else None
+                assert isinstance(tier, NvmeTier)
+                found[number] = tier.extent_in_files(layout)
         return found
 
-    @property
-    def bases(self) -> dict[str, FileIdentity]:
-        """The files, by name, from which frozen parameters are read where they are."""
-        blocks = [block.extent for block in self.params.cache.blocks] if self.params is not None else []
-        files = [file for extent in blocks if isinstance(extent, FileExtent) for file in extent.files]
-        return {file.path.name: file.identity for file in files}
+    def note_bases(self, files: Mapping[str, FileIdentity]) -> None:
+        """Note the files, by name, in which frozen parameters are that are read there."""
+        self.bases = files
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import ResumeError
+from nvme_offload.optim.checkpoint.bases import Bases, as_json, changes
 from nvme_offload.optim.durable.content import Content
 from nvme_offload.optim.durable.object import Durable
 from nvme_offload.optim.optimizer import OffloadOptimizer
@@ -19,7 +20,8 @@ from nvme_offload.optim.precision.loss_scale import LossScaler
 class EnginePart:
     """A training engine adds this to each commit: loss scale, schedule, buffers."""
 
-    def __init__(self, module: nn.Module, scaler: LossScaler | None) -> None:
+    def __init__(self, module: nn.Module, scaler: LossScaler | None, bases: Bases) -> None:
+        self._bases = bases
         self.scaler = scaler
         self._module = module
         self._kept: list[str] | None = None
@@ -34,14 +36,17 @@ class EnginePart:
             "loss_scale": self.scaler.state_dict() if self.scaler else None,
             "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler else None,
             "lr_scheduler_type": type(lr_scheduler).__name__ if lr_scheduler else None,
+            "bases": as_json(self._bases),
             "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
         }
 
     def restore(self, part: Mapping[str, Any], lr_scheduler: LRScheduler | None, folder: Path) -> None:
-        """Bring back what was committed; ResumeError if only one side has a loss scale, or a schedule."""
+        """Bring back what was committed. ResumeError: one side lacks a loss scale or schedule, or a base changed."""
         for what, own in (("loss_scale", self.scaler), ("lr_scheduler", lr_scheduler)):
             if (own is None) != (part.get(what) is None):
                 raise ResumeError(folder, f"was committed {'with' if own is None else 'without'} a {what}")
+        if problems := changes(part.get("bases", {}), self._bases):
+            raise ResumeError(folder, "; ".join(problems))
         if self.scaler is not None:
             self.scaler.load_state_dict(part["loss_scale"])
         if lr_scheduler is not None:

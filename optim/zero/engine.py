@@ -124,7 +124,8 @@ class OffloadEngine:
         self._passes = Passes(module, optimizer, mesh, self._peers)
         self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes, activations)
         self._update = Update(optimizer, self._peers)
-        self._part = EnginePart(module, LossScaler.of(config.fp16) if precision_plan.loss_scaling else None)
+        scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
+        self._part = EnginePart(module, scaler, optimizer.store.blocks.bases)
         if optimizer.is_durable:
             record = ModelRecord.of(
                 module,
@@ -555,7 +556,7 @@ class OffloadEngine:
         *,
         background: bool = False,
         share: float = 0.25,
-        frozen: bool = True,
+        frozen: bool | None = None,
     ) -> bool:
         """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
 
@@ -569,7 +570,8 @@ class OffloadEngine:
                 run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next save
                 or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
             share: of the time that writing in the background may take, above 0, at most 1.
-            frozen: whether parameters that were always frozen are written. Without, load with ``strict=False``.
+            frozen: whether parameters that were always frozen are written. By default all but those that are read in
+                place: it notes their files, which a load must find as they were. With False, load ``strict=False``.
 
         Returns:
             True.

@@ -251,6 +251,7 @@ class _Making:
         """Give a model that is on meta its values, and make the scheduler."""
         if self.birth is not None:
             self.birth.fill(made.store, self.blocks, roles.data_parallel)
+            made.store.blocks.note_bases(self.birth.bases)
         if lr_scheduler is None:
             return scheduler_of(self.config, made)
         self.config = self.config.model_copy(update={"scheduler": None})  # nobody follows it

@@ -1,13 +1,16 @@
 """Frozen parameters that are read where others wrote them: the bits of a run in memory, and nothing is copied."""
 
 import hashlib
+import os
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from nvme_offload import initialize
+from nvme_offload import ConfigError, ResumeError, WeightFileError, initialize
 from tests.support.ranks import on_ranks
 from tests.support.sharded_model import SHARDS_CODES
 from tests.support.tiers import section
@@ -152,3 +155,125 @@ def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, p
         assert ours[0] == losses
         assert_same_bytes(ours[1], weights)
     assert digest(folder) == before
+
+
+def forward_of_a_base(tmp_path, **offload_param):
+    """The folder of a published base of two layers, and a section that reads it in place."""
+    folder = publish(tmp_path / "base", build(KINDS[:2], rows=2000))
+    return folder, section(tmp_path, **TIERS, **offload_param)
+
+
+def zero(engine, param):
+    with torch.no_grad():
+        param.zero_()
+    engine.optimizer.synchronize()
+
+
+def rewrite(file, content):
+    """Somebody writes other bytes of the same size."""
+    file.chmod(0o644)
+    file.write_bytes(content[:-50] + bytes(50))
+
+
+def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path):
+    folder, config = forward_of_a_base(tmp_path, buffer_count=2)
+    file = (folder / "model.safetensors").resolve()
+    content = file.read_bytes()
+    small = partial(build, KINDS[:2], rows=2000)
+    with born(folder, config, small) as engine:
+        train(engine, 0)
+        rewrite(file, content)
+        with pytest.raises(WeightFileError, match=r"model.safetensors: its mtime_ns was .* leave it alone"):
+            values(engine)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_base_is_not_saved_and_must_be_there_as_it_was(alone, tmp_path, durable):
+    """Of a checkpoint, and of a durable run; a copy with the same time of modification is the same file."""
+    folder, config = forward_of_a_base(tmp_path)
+    if durable:
+        config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+    small, saved = partial(build, KINDS[:2], rows=2000), tmp_path / "saved"
+
+    def resumed():
+        with born(folder, config, small) as engine:
+            if durable:
+                engine.resume()
+            else:
+                engine.load_checkpoint(saved)
+            return values(engine)
+
+    with born(folder, config, small) as engine:
+        train(engine, 0)
+        expected = values(engine)
+        if not durable:
+            engine.save_checkpoint(saved)
+            assert 0 < sum(file.stat().st_size for file in saved.rglob("*.distcp")) < 2000 * WIDTH
+    assert_same_bytes(resumed(), expected)
+    file = (folder / "model.safetensors").resolve()
+    content, before = file.read_bytes(), file.stat()
+    file.rename(tmp_path / "old")
+    file.write_bytes(content)
+    with pytest.raises((ResumeError, ValueError), match=r"model.safetensors is another file .*touch -d @"):
+        resumed()
+    os.utime(file, ns=(0, before.st_mtime_ns))
+    assert_same_bytes(resumed(), expected)
+
+
+def test_who_writes_to_a_frozen_parameter_gets_a_copy_and_the_file_stays(alone, tmp_path):
+    folder, config = forward_of_a_base(tmp_path)
+    before = digest(folder)
+    with born(folder, config, partial(build, KINDS[:2], rows=2000)) as engine:
+        expected = values(engine)
+        with pytest.warns(RuntimeWarning, match="are changed: from now on they are in the swap space"):
+            zero(engine, engine.module[0].codes)
+        train(engine, 0)
+        found = values(engine)
+        assert not found["0.codes"].any()
+        for name in ("0.bias", "1.codes", "1.bias"):
+            assert torch.equal(found[name], expected[name]), name
+        engine.save_checkpoint(tmp_path / "saved")
+    with born(folder, config, partial(build, KINDS[:2], rows=2000)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.load_checkpoint(tmp_path / "saved")
+        assert_same_bytes(values(engine), found)
+    assert digest(folder) == before
+
+
+def test_what_cannot_be_read_in_place_is_refused_by_name_or_copied(alone, tmp_path, caplog):
+    """Wider numbers in the file than in the model; a model with values; none but its own initialisers."""
+    (tmp_path / "wide").mkdir()
+    model = build(KINDS[:1])
+    wide = {name: value.float() for name, value in model.state_dict().items()}
+    save_file(wide, tmp_path / "wide" / "model.safetensors")
+    small, asked = partial(build, KINDS[:1]), section(tmp_path, **TIERS, frozen="in_place")
+    with pytest.raises(
+        ConfigError, match=r"0.codes: it is torch.float32 in model.safetensors and kept as torch.bfloat"
+    ):
+        born(tmp_path / "wide", asked, small)
+    with pytest.raises(ConfigError, match="the model has values already"):
+        initialize(build(KINDS[:1]), asked)
+    with torch.device("meta"), pytest.raises(ConfigError, match="there are no files to read from"):
+        initialize(build(KINDS[:1]), asked)
+    with born(tmp_path / "wide", section(tmp_path, **TIERS), small) as engine:
+        assert "are copied to the swap files once: 0.codes: it is torch.float32" in caplog.text
+        assert torch.equal(values(engine)["0.codes"], model[0].codes)
+
+
+def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path):
+    """However many micro-batches it has, block by block; and what they read is the base alone, or nearly."""
+    layers, kinds = 8, KINDS[2:3] * 8
+    folder = publish(tmp_path / "base", build(kinds, rows=1000, width=1000))
+    for micro_batches in (1, 4):
+        config = section(tmp_path, **TIERS, accumulation=micro_batches, buffer_count=2)
+        with born(folder, config, partial(build, kinds, rows=1000, width=1000)) as engine:
+            train(engine, 0)
+            engine.optimizer.synchronize()
+            before = engine.optimizer.stats()
+            for step in range(1, 4):
+                train(engine, step)
+            engine.optimizer.synchronize()
+            after = engine.optimizer.stats()
+        read = (after.param_bytes_read - before.param_bytes_read) / 3 / (layers * 1000 * 1000)
+        assert 1.5 < read < 2.1, read
+        assert after.param_bytes_written - before.param_bytes_written < 3 * layers * 3 * 4096
