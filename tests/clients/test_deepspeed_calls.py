@@ -90,6 +90,11 @@ def test_frozen_parameters_are_left_out_and_a_load_that_is_not_strict_keeps_the_
     found = utils.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert found.keys() == {"1.weight", "1.bias", "2.weight", "2.bias", "1.seen"}
     assert all(torch.equal(found[name], whole[name]) for name in found if name != "1.seen")
+    for is_safe, name, read in ((False, "pytorch_model.bin", torch.load), (True, "model.safetensors", load_file)):
+        utils.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "fp32", "5GB", is_safe)
+        written = read(tmp_path / "fp32" / name)
+        assert written.keys() == found.keys()
+        assert all(torch.equal(written[key], value) for key, value in found.items())
     plain = nn.Sequential(*(nn.Linear(4, size) for size in (4, 4, 3)))
     assert torch.equal(utils.load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved")[2].bias, whole["2.bias"])
     for name in ("pytorch_model.bin", "model.safetensors"):
@@ -234,6 +239,8 @@ COMMENTED = """{
 
 
 def test_sections_have_deepspeeds_comments(alone, tmp_path):
+    with pytest.raises(RuntimeError, match="dist_init_required = False, and there is no process group"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config={}, dist_init_required=False)
     log = json.dumps(str(tmp_path / "a#b, c,}.jsonl"))
     (tmp_path / "section.hjson").write_text(COMMENTED % log)
     engine, _, _, _ = deepspeed.initialize(model=nn.Linear(2, 2), config=str(tmp_path / "section.hjson"))

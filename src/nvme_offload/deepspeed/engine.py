@@ -394,7 +394,7 @@ class DeepSpeedEngine:
             return self.engine.save_16bit_model(save_dir, frozen=not exclude_frozen_parameters)
         dtype, is_first = "fp16" if self.fp16_enabled() else "bf16", dist.get_rank() == 0
         weights = {name: weight.clone() for name, weight in self._weights(dtype, exclude_frozen_parameters) if is_first}
-        on_first_rank(partial(_save, weights, user_path(save_dir) / save_filename))
+        on_first_rank(partial(save_torch_file, weights, user_path(save_dir) / save_filename))
         return True
 
     save_fp16_model = save_16bit_model
@@ -410,7 +410,7 @@ class DeepSpeedEngine:
         self.engine.close()
 
 
-def _save(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+def save_torch_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a file of ``torch.save``, which gets its name when it is whole."""
     make_folder(path.parent)
     unfinished = path.with_name(f"{path.name}.partial")

@@ -15,6 +15,7 @@ def init_distributed(
     *unused: Any,
     timeout: Any = None,
     init_method: str | None = None,
+    dist_init_required: bool | None = None,
     rank: int = -1,
     world_size: int = -1,
     **also_unused: Any,
@@ -26,12 +27,18 @@ def init_distributed(
         unused: what else DeepSpeed's takes: ports, what it prints, and how it finds ranks without torchrun.
         timeout: of collectives.
         init_method: where ranks meet that torchrun has not started; with `rank` and `world_size`.
+        dist_init_required: False says that there is a process group.
         rank: of this process.
         world_size: the number of ranks.
         also_unused: as `unused`.
+
+    Raises:
+        RuntimeError: there is no process group, and `dist_init_required` is False.
     """
     if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise RuntimeError("dist_init_required = False, and there is no process group: make one, or leave it out")
     if init_method is not None:
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
     elif is_launched() and (dist_backend or timeout):

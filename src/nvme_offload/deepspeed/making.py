@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from nvme_offload.deepspeed.engine import DeepSpeedEngine
+from nvme_offload.deepspeed.launch import init_distributed
 from nvme_offload.deepspeed.loaders import loader_of
 from nvme_offload.deepspeed.schedules import schedule_of
 from nvme_offload.deepspeed.section import section_of
@@ -55,7 +56,7 @@ def initialize(
         lr_scheduler: of the optimizer, or a function that makes it.
         distributed_port: not used; torchrun has one.
         mpu: refused: give `nvme_offload.initialize` a mesh.
-        dist_init_required: not used: a process group is made where there is none.
+        dist_init_required: False says that there is a process group; else one is made where there is none.
         collate_fn: of the loader.
         config: the section, as dict or path.
         mesh_param: refused, as `mpu`.
@@ -71,6 +72,8 @@ def initialize(
     """
     if model is None:
         raise ValueError("deepspeed.initialize: model = None: pass the module")
+    if dist_init_required is False:
+        init_distributed(dist_init_required=False)
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"deepspeed.initialize: {name} is not taken: give nvme_offload.initialize(mesh=) a mesh")

@@ -11,31 +11,33 @@ from nvme_offload.optim.layout.flat import PartitionStandIn
 
 @door
 @torch.no_grad()
-def get_own_part(param: torch.Tensor, name: str) -> torch.Tensor | None:
+def get_own_part(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's part of a parameter's ``master``, ``grad`` or state, fp32; no other rank takes part.
 
     Returns:
-        On the CPU, in the shape of the part; None where there is no gradient.
+        On the CPU, in the shape of the part; None where the parameter is frozen, or has no gradient.
 
     Raises:
         ValueError: it is no parameter of an open `OffloadOptimizer`, or has no such state.
         SwapIOError: it could not be read from its tier.
     """
     body, record = owner_of(param, "get_own_part")
-    if name == "grad":
+    if not param.requires_grad:
+        return None
+    if optim_state_key == "grad":
         local = local_tensor(param.grad) if param.grad is not None else None
         part = local.partition.copy() if isinstance(local, PartitionStandIn) else local
-    elif name == "master" and name not in record.entry_names:
+    elif optim_state_key == "master" and optim_state_key not in record.entry_names:
         part = local_tensor(param)
     else:
-        check_state_name(record, name, "get_own_part")
-        part = local_tensor(read_entries(body, {record.index: (name,)})[record.index][name])
+        check_state_name(record, optim_state_key, "get_own_part")
+        part = local_tensor(read_entries(body, {record.index: (optim_state_key,)})[record.index][optim_state_key])
     return part.detach().cpu().float().clone() if part is not None else None
 
 
 @door
 @torch.no_grad()
-def set_own_part(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+def set_own_part(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's part of a parameter's ``master``, of its ``grad`` if there is one, or of a state.
 
     Raises:
@@ -45,11 +47,11 @@ def set_own_part(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
     body, record = owner_of(param, "set_own_part")
     if value.shape != (shape := local_tensor(param).shape):
         raise ValueError(f"set_own_part: this rank's part has shape {tuple(shape)}, not {tuple(value.shape)}")
-    if name == "master":
+    if optim_state_key == "master":
         set_param_part(param, body, record, value)
-    elif name != "grad":
-        check_state_name(record, name, "set_own_part")
-        set_entries(body, {record.index: {name: value}})
+    elif optim_state_key != "grad":
+        check_state_name(record, optim_state_key, "set_own_part")
+        set_entries(body, {record.index: {optim_state_key: value}})
     elif param.grad is not None:
         set_grad_part(param.grad, value)
     else:

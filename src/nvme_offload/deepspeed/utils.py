@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.deepspeed.engine import save_torch_file
 from nvme_offload.deepspeed.loaders import RepeatingLoader
 from nvme_offload.deepspeed.own_parts import get_own_part, set_own_part
 from nvme_offload.deepspeed.refusal import refused_names
 from nvme_offload.offload.host.available_memory import available_bytes
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import format_bytes, parse_bytes
+from nvme_offload.offload.user_path import user_path
 from nvme_offload.optim.access.full_values import (
     get_full_grad,
     get_full_optimizer_state,
@@ -25,10 +29,11 @@ from nvme_offload.optim.access.full_values import (
     set_full_optimizer_state,
     set_full_param,
 )
-from nvme_offload.optim.checkpoint.export import read_weights
+from nvme_offload.optim.checkpoint.export import read_weights, write_weights
 
 __all__ = [
     "RepeatingLoader",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",
     "instrument_w_nvtx",
@@ -61,6 +66,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("nvme_offload.deepspeed")
 
 safe_get_full_grad = get_full_grad
+safe_get_local_fp32_param = partial(get_own_part, optim_state_key="master")
+safe_get_local_grad = partial(get_own_part, optim_state_key="grad")
+safe_get_local_optimizer_state = get_own_part
+safe_set_local_fp32_param = partial(set_own_part, optim_state_key="master")
+safe_set_local_grad = partial(set_own_part, optim_state_key="grad")
+safe_set_local_optimizer_state = set_own_part
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -101,36 +112,6 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(old, param))
 
 
-def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a parameter, in the shape of its shard; None where it is frozen."""
-    return get_own_part(param, "master") if param.requires_grad else None
-
-
-def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a gradient; None where there is none."""
-    return get_own_part(param, "grad")
-
-
-def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of a state, as ``exp_avg``; None where the parameter is frozen."""
-    return get_own_part(param, optim_state_key) if param.requires_grad else None
-
-
-def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a parameter. ValueError: it has another shape than the shard."""
-    set_own_part(param, "master", value)
-
-
-def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a gradient. ValueError: there is none, or it has another shape."""
-    set_own_part(param, "grad", value)
-
-
-def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a state. ValueError: there is none, or it has another shape."""
-    set_own_part(param, optim_state_key, value)
-
-
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark a module as a leaf, or as none. Nothing else depends on it: blocks are gathered as a whole in any case."""
     model._z3_leaf = flag  # type: ignore[assignment]  # DeepSpeed's name
@@ -140,14 +121,14 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of some classes as leaves; return them. ValueError: there is none of such a class."""
-    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take `set_z3_leaf_modules` back; return the modules. ValueError: there is none of such a class."""
-    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -164,19 +145,6 @@ def set_z3_leaf_modules_by_suffix(
     return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
-def _mark_named(
-    model: nn.Module, given: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raises: bool
-) -> tuple[list[nn.Module], list[str]]:
-    there = dict(model.named_modules())
-    missing = [end for end in given if not any(fits(name, end) for name in there)]
-    if missing and raises:
-        raise ValueError(f"No modules named {missing} found in model {model}")
-    found = [module for name, module in there.items() if any(fits(name, end) for end in given)]
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found, missing
-
-
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether a module is marked as a leaf."""
     return bool(getattr(model, "_z3_leaf", False))
@@ -187,18 +155,33 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _mark(model: nn.Module, kinds: Sequence[type | str], flag: bool, raises: bool) -> list[nn.Module]:
-    def is_meant(module: nn.Module) -> bool:
-        own = type(module)
-        names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
-        return any(kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in kinds)
+def _is_of_class(module: nn.Module, kind: type | str) -> bool:
+    own = type(module)
+    names = (own.__name__, f"{own.__module__}.{own.__qualname__}")
+    return kind in names if isinstance(kind, str) else isinstance(module, kind)
 
-    found = [module for module in model.modules() if is_meant(module)]
+
+def _mark_classes(model: nn.Module, kinds: Sequence[type | str], flag: bool, raises: bool) -> list[nn.Module]:
+    found = [module for module in model.modules() if any(_is_of_class(module, kind) for kind in kinds)]
     if not found and raises:
         raise ValueError(f"No modules of type {kinds} found in model {model}")
-    for module in found:
+    return _mark(found, flag)
+
+
+def _mark_named(
+    model: nn.Module, given: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raises: bool
+) -> tuple[list[nn.Module], list[str]]:
+    there = dict(model.named_modules())
+    missing = [each for each in given if not any(fits(name, each) for name in there)]
+    if missing and raises:
+        raise ValueError(f"No modules named {missing} found in model {model}")
+    return _mark([module for name, module in there.items() if any(fits(name, each) for each in given)], flag), missing
+
+
+def _mark(modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return found
+    return modules
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -249,6 +232,29 @@ def load_state_dict_from_zero_checkpoint(
             set_full_param(param, weights.pop(name))
     model.load_state_dict(weights, strict=False)
     return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint of this package in fp32, by one process alone.
+
+    With `safe_serialization` into ``model*.safetensors`` of at most `max_shard_size`; else ``pytorch_model.bin``, which
+    is one file. Raises as `get_fp32_state_dict_from_zero_checkpoint`.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    if safe_serialization:
+        most = parse_bytes(max_shard_size) if max_shard_size is not None else sys.maxsize
+        kinds = {name: (value.shape, value.dtype) for name, value in weights.items()}
+        dtypes = {name: value.dtype for name, value in weights.items()}
+        write_weights(user_path(output_dir), kinds, lambda name, *kind: weights[name], dtypes, most, writes=True)
+    else:
+        save_torch_file(weights, user_path(output_dir) / "pytorch_model.bin")
 
 
 __getattr__ = refused_names(__name__)
