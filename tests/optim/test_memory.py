@@ -1,7 +1,6 @@
 """Memory by formula: of steps, of blocks on their tiers, of a budget. Each is measured in a process of its own."""
 
 import gc
-import json
 
 import pytest
 import torch
@@ -9,17 +8,15 @@ import torch
 from nvme_offload import initialize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.sections import layered_model
-from tests.support.training import run_child
+from tests.support.training import returned_in_child
 
 SLACK = 24 << 20
 
 
 def measured(function, *arguments, threads=2):
     """What a function of this file returns in a fresh process, which gives back what it frees of a layer's size."""
-    code = f"import json, sys; from tests.optim.test_memory import {function.__name__} as take"
-    code += "; print(json.dumps(take(*sys.argv[1:])))"
     prefix = ("env", "MALLOC_MMAP_THRESHOLD_=65536", f"OMP_NUM_THREADS={threads}")
-    return json.loads(run_child(code, *arguments, timeout=900, prefix=prefix).splitlines()[-1])
+    return returned_in_child(function, *arguments, timeout=900, prefix=prefix)
 
 
 def section(path, *, staging="64MiB", blocks=True, **more):

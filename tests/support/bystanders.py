@@ -4,10 +4,8 @@ Runs in a process of its own, as `killed_steps` does.
 """
 
 import hashlib
-import json
 import mmap
 import os
-import sys
 import traceback
 from itertools import count
 from pathlib import Path
@@ -67,18 +65,18 @@ class Bystander:
 
 
 def main(root, num_kills, seed, *kinds):
-    """Kill runs of these kinds beside the others, and print what became of all of them."""
+    """Kill runs of these kinds beside the others, and return what became of all of them."""
     be_ready_to_fork()
     path = Path(root)
     stranger = Stranger(path)
     expected = train_optimizer(path, None, lambda *_: None)
     others = [Bystander(path, name, how, expected) for name, how in BESIDE.items()]
     try:
-        killed = {kind: kill(path, kind, num_kills, seed, None) for kind in kinds}
+        killed = {kind: kill(path, kind, int(num_kills), int(seed), None) for kind in kinds}
     except BaseException:
         traceback.print_exc()
         raise
     finally:
         ended = {other.name: other.stop() for other in others}
         stranger.check()
-    json.dump({"killed": killed, "ended": ended}, sys.stdout)
+    return {"killed": killed, "ended": ended}

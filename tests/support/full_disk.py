@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +89,6 @@ def go_through_an_outage(optimizer, steps, last):
 
 def one_rank(path, period):
     """A run whose disk is full is killed, goes on from its latest step, and has the bits of a run with room."""
-    subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
     pid = fork(lambda: _until_killed(path, period))
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status), status
@@ -121,7 +119,6 @@ def _until_killed(path, period):
 
 def nothing_left(path, period):
     """With a log, steps that are not committed need more and more space: one stops, and is finished with room."""
-    subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
     with fresh(path, "run", period) as optimizer:
         train(optimizer, range(4))
         assert settled(optimizer).committed_step == 4
@@ -146,7 +143,6 @@ def _train_and_settle(optimizer, steps):
 
 def two_ranks(path, period):
     """The disk is full for one of them; the other takes back what it has committed."""
-    subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
     run_ranks(_rank, 2, path, period)
 
 

@@ -369,15 +369,15 @@ def kill(root, kind, num_kills, seed):
 
 
 def main(root, num_kills, seed, *kinds):
-    """Kill runs of each of these kinds so often, and print what became of them."""
+    """Kill runs of each of these kinds so often, and return what became of them."""
     be_ready_to_fork()
     found = {}
     for kind in kinds:
         folder = Path(root) / kind
         folder.mkdir()
-        found[kind] = kill(folder, kind, num_kills, seed)
-    json.dump(found, sys.stdout)
+        found[kind] = kill(folder, kind, int(num_kills), int(seed))
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    json.dump(main(*sys.argv[1:]), sys.stdout)

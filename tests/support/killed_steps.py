@@ -292,13 +292,13 @@ def be_ready_to_fork():
 
 
 def main(root, num_kills, seed, *names):
-    """Kill runs of each of these kinds so often, and print what became of them."""
+    """Kill runs of each of these kinds so often, and return what became of them."""
     faulthandler.enable()
     be_ready_to_fork()
     run_copies._LEAST_SHARE_BYTES, run_copies._PIECE_BYTES = 1 << 20, 1 << 16  # kills come while a copy is made again
     with tempfile.TemporaryDirectory(dir="/dev/shm" if any(KINDS[name].copies for name in names) else None) as other:
-        json.dump({name: kill(Path(root), name, num_kills, seed, Path(other)) for name in names}, sys.stdout)
+        return {name: kill(Path(root), name, int(num_kills), int(seed), Path(other)) for name in names}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    json.dump(main(*sys.argv[1:]), sys.stdout)

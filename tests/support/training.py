@@ -2,9 +2,10 @@
 
 import contextlib
 import itertools
+import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,11 @@ def run_child(
     if fresh or prefix:
         return output_of(*prefix, sys.executable, "-c", code, *arguments, cwd=ROOT, timeout=timeout)
     return printed(run_code(code, [*map(str, arguments)], timeout))
+
+
+def returned_in_child(function: Callable[..., Any], *arguments: object, **options: Any) -> Any:
+    """What a function of a module returns, called with the arguments as texts in a child that `run_child` runs."""
+    code = f"import json, sys; from {function.__module__} import {function.__name__} as call"
+    return json.loads(
+        run_child(f"{code}; print(json.dumps(call(*sys.argv[1:])))", *arguments, **options).splitlines()[-1]
+    )

@@ -27,7 +27,6 @@ def test_every_piece_is_striped_by_weight(open_swapper, tmp_path, weights):
 @needs_mounts
 def test_a_disk_that_fills_up_keeps_what_was_stored(tmp_path):
     code = """
-subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
 with open_swapper(direct="disabled") as swapper:
     values = {}
     for number in range(10):
@@ -51,7 +50,7 @@ with open_swapper(direct="disabled") as swapper:
     assert swapper.pool.num_free == swapper.pool.num_buffers
 assert list(path.iterdir()) == []
 """
-    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs,size=64m"})
 
 
 def test_a_forked_child_is_told_so_and_disturbs_nothing_and_a_program_that_forgets_to_close_cleans_up(tmp_path):
@@ -103,7 +102,6 @@ swapper.close()
 @needs_mounts
 def test_a_tensor_that_does_not_fit_takes_no_byte_of_the_drive(tmp_path):
     code = """
-subprocess.run(["mount", "-o", "remount,size=64m", path], check=True)
 swapper = open_swapper(direct="optional")
 swapper.swap_out("x", torch.ones(1000)).wait(60)
 space = swapper.tier.space
@@ -122,7 +120,7 @@ assert os.fstat(space.fds[0]).st_blocks == before
 swapper.swap_out("z", torch.ones(10_000_000)).wait(60)
 swapper.close()
 """
-    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs"})
+    run_with_swapper(code, tmp_path, mounts={tmp_path: "tmpfs,size=64m"})
 
 
 def test_a_process_without_descriptors_is_told_which_limit_to_raise(tmp_path):

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("ranks", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_a_full_disk_while_committing_loses_no_committed_step(tmp_path, ranks, period):
-    child = run_python(CODE, ranks, tmp_path, period, mounts={tmp_path: "tmpfs"})
+    child = run_python(CODE, ranks, tmp_path, period, mounts={tmp_path: "tmpfs,size=64m"})
     assert child.returncode == 0, child.stderr
     assert "commits succeed again" in child.stderr
 
@@ -33,7 +33,7 @@ def test_a_full_disk_while_committing_loses_no_committed_step(tmp_path, ranks, p
 @needs_mounts
 @pytest.mark.slow
 def test_a_step_that_finds_no_room_while_commits_fail_says_both_and_is_finished(tmp_path):
-    child = run_python(CODE, "nothing_left", tmp_path, 3, mounts={tmp_path: "tmpfs"})
+    child = run_python(CODE, "nothing_left", tmp_path, 3, mounts={tmp_path: "tmpfs,size=64m"})
     assert child.returncode == 0, child.stderr
 
 

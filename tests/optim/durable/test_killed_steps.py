@@ -1,7 +1,6 @@
 """A training that is killed with SIGKILL at random instants ends with the bits of one that never was."""
 
 import errno
-import json
 import os
 import warnings
 from unittest.mock import Mock
@@ -9,26 +8,16 @@ from unittest.mock import Mock
 import pytest
 
 from nvme_offload import OffloadAdamW
+from tests.support import bystanders, killed_histories, killed_steps
 from tests.support.hosts import why_not
-from tests.support.killed_histories import KINDS as HISTORIES
 from tests.support.killed_steps import DTYPES, KINDS, SHAPES, durable_section
-from tests.support.training import params_of, run_child, set_grads
-
-CHILD = """
-import sys
-from tests.support.killed_steps import main
-main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
-"""
+from tests.support.training import params_of, returned_in_child, set_grads
 
 QUICK = ["logged-in-memory-too"]  # of engines, on all tiers and two ranks: test_drawn_runs.py
 
 
-def kill(path, num_kills, seed, *kinds, timeout):
-    return json.loads(run_child(CHILD, path, num_kills, seed, *kinds, timeout=timeout).splitlines()[-1])
-
-
 def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
-    outcome = kill(drive, 6, 3, *QUICK, timeout=600)
+    outcome = returned_in_child(killed_steps.main, drive, 6, 3, *QUICK, timeout=600)
     assert sum(found["kills"] for found in outcome.values()) >= 6
     resumed = [step for found in outcome.values() for life in found["history"] for step in life]
     assert any(step > 0 for step in resumed), "no life went on from a step"
@@ -38,7 +27,7 @@ def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_a_thousand_times_it_ends_with_the_same_bits(drive, seed):
-    outcome = kill(drive, 24, 100 * seed, *KINDS, timeout=7200)
+    outcome = returned_in_child(killed_steps.main, drive, 24, 100 * seed, *KINDS, timeout=7200)
     assert sum(found["kills"] for found in outcome.values()) >= 200
     for name, found in outcome.items():
         assert any(step > 0 for life in found["history"] for step in life), f"{name}: no life went on from a step"
@@ -60,21 +49,14 @@ LOSING = ["copies", "copies-logged", "two-ranks-copies-logged"]
 def test_killed_and_now_and_then_a_drive_is_erased_it_ends_with_the_same_bits(drive, num_kills, kinds):
     if os.stat("/dev/shm").st_dev == drive.stat().st_dev:
         pytest.skip("there is no second device")
-    outcome = kill(drive, num_kills, 11, *kinds, timeout=7200)
+    outcome = returned_in_child(killed_steps.main, drive, num_kills, 11, *kinds, timeout=7200)
     assert all(found["kills"] >= num_kills for found in outcome.values())
     for what, least in ("erased", 0), ("behind", 1):  # of few kills, no drive may be erased; a copy is cut off
         assert sum(found[what] for found in outcome.values()) >= max(least, num_kills // 16), outcome
 
 
-BACK_AND_FORTH = CHILD.replace("killed_steps", "killed_histories")
-
-
-def kill_in_calls(path, num_kills, seed, *kinds, timeout):
-    return json.loads(run_child(BACK_AND_FORTH, path, num_kills, seed, *kinds, timeout=timeout).splitlines()[-1])
-
-
 def test_killed_in_the_calls_that_go_back_and_forth_all_ranks_are_in_one_history(drive):
-    outcome = kill_in_calls(drive, 3, 1, "one-rank-logged", "two-ranks-logged", timeout=280)
+    outcome = returned_in_child(killed_histories.main, drive, 3, 1, "one-rank-logged", "two-ranks-logged", timeout=280)
     assert sum(found["kills"] for found in outcome.values()) >= 6
     assert sum(sum(found["inside"].values()) for found in outcome.values()) >= 2
 
@@ -83,18 +65,15 @@ def test_killed_in_the_calls_that_go_back_and_forth_all_ranks_are_in_one_history
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_killed_hundreds_of_times_in_these_calls(drive, seed):
-    outcome = kill_in_calls(drive, 12, seed, *HISTORIES, timeout=14400)
+    outcome = returned_in_child(killed_histories.main, drive, 12, seed, *killed_histories.KINDS, timeout=14400)
     assert sum(sum(found["inside"].values()) for found in outcome.values()) >= 20
-
-
-BESIDE = CHILD.replace("killed_steps", "bystanders")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_kills", "kinds"), [(3, ["logged"]), (40, ["on-nvme", "logged-in-memory-too"])])
 def test_who_trains_beside_one_that_is_killed_has_the_bits_of_a_run_alone(drive, num_kills, kinds):
     """Two runs that last, one that does not, and a stranger's files, all on one path."""
-    outcome = json.loads(run_child(BESIDE, drive, num_kills, 5, *kinds, timeout=1200).splitlines()[-1])
+    outcome = returned_in_child(bystanders.main, drive, num_kills, 5, *kinds, timeout=1200)
     assert all(found["kills"] >= num_kills for found in outcome["killed"].values())
     assert min(outcome["ended"].values()) >= 1, outcome
 
