@@ -409,17 +409,21 @@ def refuse_ddp(module: torch.nn.Module, why: str) -> None:
 class refuse_writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801  # a context manager
     """While it is active, an operator that writes to a tensor for which `forbidden` holds raises ValueError instead.
 
+    Without a `message` it leaves the tensor as it is, and says nothing.
+
     ``TorchDispatchMode``: the documented way to see every operator, also on ``.data``, in a module with a private name.
     """
 
-    def __init__(self, forbidden: Callable[[torch.Tensor], bool], message: str) -> None:
+    def __init__(self, forbidden: Callable[[torch.Tensor], bool], message: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._forbidden = forbidden
         self._message = message
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what `func` writes to, and run it."""
-        if any(self._forbidden(tensor) for tensor in written_tensors(func, args, kwargs or {})):
+        if found := [tensor for tensor in written_tensors(func, args, kwargs or {}) if self._forbidden(tensor)]:
+            if self._message is None:
+                return found[0]
             raise ValueError(self._message)
         return func(*args, **(kwargs or {}))
 

@@ -51,7 +51,7 @@ class BasePlaces:
             low, high = max(first, piece.start), min(stop, piece.start + piece.numel)
             if low < high:
                 entry, itemsize = piece.entry, form.dtype.itemsize
-                offset = entry.offset + (piece.first + low - piece.start) * itemsize
+                offset = entry.offset + (low - piece.start) * itemsize
                 ranges.append(FileRange(entry.path, entry.file, offset, (high - low) * itemsize))
         return ranges
 
@@ -59,7 +59,7 @@ class BasePlaces:
     def _reason(pieces: Sequence[StoredPiece] | None, form: Padded, dim: int) -> str:
         """Return why a parameter is copied, if it is."""
         if pieces is None:
-            return "it is no sequence of ranges of the files"
+            return "its elements lie in another order in the files"
         if dim:
             return f"it is sharded along dimension {dim}"
         other = next((piece.entry for piece in pieces if piece.entry.dtype is not form.dtype), None)

@@ -43,7 +43,7 @@ class Initializers:
         with _WholeParameters(self._plan, unit) as whole:
             buffers = self._make_buffers(unit)
             for module in unit:
-                self._initialize(module)
+                self._initialize(module, for_buffers=place is None)
         for new, value in whole.items() if place is not None else ():
             if value.isnan().any():
                 raise ValueError(_nobody_fills([new]))
@@ -63,14 +63,14 @@ class Initializers:
                 made.append((new, version_of(placeholder), placeholder))
         return made
 
-    def _initialize(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module, *, for_buffers: bool) -> None:
         name = self._names[module]
         message = (
             f"initialize: initialising {name} ({type(module).__name__}) writes to a parameter that is not in memory at "
             "that time, because it belongs to another block. Pass init= with a function that fills the parameters of "
             "one module at a time, or name larger blocks="
         )
-        with torch.no_grad(), torch.device("cpu"), refuse_writes(_is_elsewhere, message):
+        with torch.no_grad(), torch.device("cpu"), refuse_writes(_is_elsewhere, None if for_buffers else message):
             self._initialize_own(module)
             if self._init is not None:
                 self._init(module)

@@ -14,17 +14,18 @@ from torch import nn
 from nvme_offload.offload.errors import WeightsError
 from nvme_offload.offload.weights.reader import HeaderEntry, SafetensorsReader
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
+from nvme_offload.optim.birth.published_names import Region, regions_of
 
 _MAX_PROBLEMS = 12
 
 
 class StoredPiece(NamedTuple):
-    """Elements of a parameter, flat, from `start` on: those of a stored tensor, from its `first` on."""
+    """Elements of a parameter, flat, from `start` on: those of a stored tensor."""
 
     start: int
     numel: int
+    name: str
     entry: HeaderEntry
-    first: int = 0
 
 
 class WeightSource:
@@ -33,18 +34,46 @@ class WeightSource:
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, plan: BirthPlan) -> None:
         self._reader = SafetensorsReader(path)
         wanted = [*plan.params, *(buffer for buffer in plan.buffers if buffer.persistent)]
-        self._names, problems = _match(wanted, self._reader.tensors, _ignored(model, plan))
+        stored, ignored = self._reader.tensors, _ignored(model, plan)
+        self._regions, problems = _match(wanted, stored, ignored, {})
+        if problems and (published := _published(model, wanted)):
+            regions, others = _match(wanted, stored, ignored, published)
+            if len(others) < len(problems):
+                self._regions, problems = regions, others
         if problems:
             more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
             raise WeightsError(path, *_quantized(self._reader), *problems[:_MAX_PROBLEMS], *more)
+        self._rearranged: dict[NewTensor, torch.Tensor] = {}
+        """The latest tensor, whole, whose elements lie in another order in the files."""
 
     def read(self, new: NewTensor, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a parameter or buffer in row-major order: 1D, in the stored dtype."""
-        return self._reader.read(self._names[new], start, stop)
+        if (pieces := self.pieces(new)) is None:
+            return self._rearrange(new)[start:stop]
+        found = []
+        for piece in pieces:
+            low, high = max(start, piece.start), min(stop, piece.start + piece.numel)
+            if low < high or len(pieces) == 1:
+                found.append(self._reader.read(piece.name, low - piece.start, high - piece.start))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def pieces(self, new: NewTensor) -> list[StoredPiece] | None:
         """Return where the elements of a parameter are, in their order; None where they lie in another order."""
-        return [StoredPiece(0, new.shape.numel(), self._reader.tensors[self._names[new]])]
+        regions, stored = self._regions[new], self._reader.tensors
+        if not all(region.is_range for region in regions):
+            return None
+        return [StoredPiece(each.offset, stored[each.name].numel, each.name, stored[each.name]) for each in regions]
+
+    def _rearrange(self, new: NewTensor) -> torch.Tensor:
+        """Read all of a tensor, and bring its elements into their order."""
+        if new not in self._rearranged:
+            self._rearranged.clear()
+            regions = self._regions[new]
+            values = torch.empty(new.shape.numel(), dtype=self._reader.tensors[regions[0].name].dtype, device="cpu")
+            for name, shape, strides, offset in regions:
+                values.as_strided(shape, strides, offset).copy_(self._reader.read(name).view(shape))
+            self._rearranged[new] = values
+        return self._rearranged[new]
 
     def close(self) -> None:
         """Close the files, which the first read opened."""
@@ -58,27 +87,40 @@ def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
     return re.compile("|".join(sorted(patterns)) or r"(?!)")
 
 
+def _published(model: nn.Module, wanted: Iterable[NewTensor]) -> dict[str, list[Region]]:
+    """Return what files of a model of transformers have, by name of a parameter; nothing where that is not known."""
+    tensors = {name: torch.empty(new.shape, dtype=new.dtype, device="meta") for new in wanted for name in new.names}
+    with suppress(Exception):  # of transformers: what does not fit is said under the model's own names
+        return regions_of(model, tensors)
+    return {}
+
+
 def _match(
-    wanted: Iterable[NewTensor], stored: Mapping[str, HeaderEntry], ignored: re.Pattern[str]
-) -> tuple[dict[NewTensor, str], list[str]]:
-    """Return stored names by tensor, and what does not fit, in words."""
-    names, missing, misfits, known = dict[NewTensor, str](), list[NewTensor](), list[str](), set[str]()
+    wanted: Iterable[NewTensor],
+    stored: Mapping[str, HeaderEntry],
+    ignored: re.Pattern[str],
+    published: Mapping[str, list[Region]],
+) -> tuple[dict[NewTensor, list[Region]], list[str]]:
+    """Return what of the files is which tensor, and what does not fit, in words."""
+    found, missing, misfits, known = dict[NewTensor, list[Region]](), list[NewTensor](), list[str](), set[str]()
     for new in wanted:
-        known.update(new.names)
-        name = next((name for name in new.names if name in stored), None)
-        if name is None:
+        choices = [published.get(name) or [Region.whole(name, new.shape)] for name in new.names]
+        known.update(region.name for regions in choices for region in regions)
+        chosen = next((regions for regions in choices if all(region.name in stored for region in regions)), None)
+        if chosen is None:
             missing.append(new)
             continue
-        names[new] = name
-        found = stored[name]
-        if found.shape != tuple(new.shape):
-            misfits.append(f"{name} has shape {found.shape} in {found.path.name}; the model has {tuple(new.shape)}")
-        elif not _may_be_cast(found.dtype, new):
-            misfits.append(f"{name} is {found.dtype} in {found.path.name}; the model has {new.dtype}")
+        found[new] = chosen
+        for region in chosen:
+            name, entry = region.name, stored[region.name]
+            if entry.shape != region.shape:
+                misfits.append(f"{name} has shape {entry.shape} in {entry.path.name}; the model has {region.shape}")
+            elif not _may_be_cast(entry.dtype, new):
+                misfits.append(f"{name} is {entry.dtype} in {entry.path.name}; the model has {new.dtype}")
     left_over = [name for name in stored if name not in known and not ignored.search(name)]
     problems = [_missing(new, left_over) for new in missing[:_MAX_PROBLEMS]]
     problems += [f"{new.name} is missing" for new in missing[_MAX_PROBLEMS:]] + misfits
-    return names, problems + [f"{name} is in no place of the model" for name in left_over]
+    return found, problems + [f"{name} is in no place of the model" for name in left_over]
 
 
 def _may_be_cast(stored: torch.dtype, new: NewTensor) -> bool:

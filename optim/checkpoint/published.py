@@ -1,20 +1,15 @@
 """Names and shapes that Hugging Face publishes, where transformers holds weights fused, or under other names."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.offload._torch_private import tree_flatten
 from nvme_offload.offload.warn import warn_user
-
-Revert = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""It makes published tensors of a model's own."""
+from nvme_offload.optim.birth.published_names import Revert, revert_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ def conversions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
 
     A model of transformers goes through its own reverse conversion, which is told of few tensors at a time.
     """
-    if (revert := _revert_of(model)) is not None:
+    if (revert := revert_of(model)) is not None:
         try:
             return _planned(revert, tensors)
         except Exception as error:
@@ -64,16 +59,6 @@ def conversions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
 def as_they_are(tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
     """Return how to make files of tensors under their own names."""
     return [Conversion([name], {name: tensor}, None) for name, tensor in tensors.items()]
-
-
-def _revert_of(model: nn.Module) -> Revert | None:
-    """Return transformers' reverse conversion for a model, if it is one of its; nothing is imported for that."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    if not hasattr(library, "revert_weight_conversion") or not isinstance(model, library.PreTrainedModel):
-        return None
-    plain: Any = object.__new__(next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)))
-    vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
-    return partial(library.revert_weight_conversion, plain)
 
 
 def _planned(revert: Revert, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:

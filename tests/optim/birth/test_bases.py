@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nvme_offload import ConfigError, ResumeError, WeightFileError, initialize
+from nvme_offload import ConfigError, ResumeError, WeightFileError, get_full_param, initialize
 from tests.support.ranks import on_ranks
 from tests.support.sharded_model import SHARDS_CODES
 from tests.support.tiers import section
@@ -103,7 +104,7 @@ def assert_same_bytes(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name].dtype is value.dtype
-        assert torch.equal(ours[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+        assert torch.equal(*(each[name].reshape(-1).view(torch.uint8) for each in (ours, theirs))), name
 
 
 def digest(folder):
@@ -277,3 +278,57 @@ def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path)
         read = (after.param_bytes_read - before.param_bytes_read) / 3 / (layers * 1000 * 1000)
         assert 1.5 < read < 2.1, read
         assert after.param_bytes_written - before.param_bytes_written < 3 * layers * 3 * 4096
+
+
+def tiny(kind, config=None, **more):
+    """A causal language model of transformers, from a configuration written by hand."""
+    made = getattr(transformers, config or f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+        **more,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(made)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+CLIP = {"vision_config": {**VISION, "image_size": 8, "patch_size": 4}, "text_config": {**VISION, "vocab_size": 64}}
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+
+FAMILIES = {
+    "Llama": partial(tiny, "Llama"),
+    "Qwen3Moe": partial(tiny, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "Mixtral": partial(tiny, "Mixtral", num_local_experts=4),
+    "DeepseekV3": partial(tiny, "DeepseekV3", first_k_dense_replace=1, n_group=2, topk_group=1, **EXPERTS, **LATENT),
+    "Glm4Moe": partial(tiny, "Glm4Moe", first_k_dense_replace=1, **EXPERTS),
+    "GptOss": partial(tiny, "GptOss", num_local_experts=4),
+    "Gemma3": partial(tiny, "Gemma3", config="Gemma3TextConfig"),
+    "CLIP": lambda: transformers.CLIPModel(transformers.CLIPConfig(projection_dim=16, **CLIP)),
+    "T5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_born_in_place_from_what_it_publishes(alone, tmp_path, family):
+    """Experts that are published one by one are read as the fused parameters that a model has of them."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    expected = load_file(tmp_path / "base" / "model.safetensors")
+    with torch.device("meta"):
+        unborn = FAMILIES[family]().bfloat16().requires_grad_(False)
+    next(module for module in unborn.modules() if "Norm" in type(module).__name__).requires_grad_(True)
+    config = section(tmp_path, param="nvme", state="nvme", frozen="in_place", buffer_count=8)
+    with initialize(unborn, config, weights=tmp_path / "base") as engine:
+        assert files_of(engine) == ["model.safetensors"]
+        found = values(engine)
+        assert_same_bytes(found, expected)
+        for name, value in model.named_parameters():
+            assert torch.equal(get_full_param(engine.module.get_parameter(name)).to(value.dtype), value), name

@@ -1,0 +1,73 @@
+"""Models of transformers hold weights fused that are published apart, and under other names."""
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Revert = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""It makes published tensors of a model's own."""
+
+
+class Region(NamedTuple):
+    """The elements of a parameter, flat, that are a tensor of the files: as `torch.as_strided` has them."""
+
+    name: str
+    """The tensor is called this in the files."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def whole(cls, name: str, shape: torch.Size) -> Self:
+        """Return all of a tensor of this shape, under a name."""
+        return cls(name, tuple(shape), torch.empty(shape, device="meta").stride(), 0)
+
+    @property
+    def is_range(self) -> bool:
+        """Return whether they lie one after the other, in the order of the files."""
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+
+def revert_of(model: nn.Module) -> Revert | None:
+    """Return transformers' reverse conversion for a model, if it is one of its; nothing is imported for that."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if not hasattr(library, "revert_weight_conversion") or not isinstance(model, library.PreTrainedModel):
+        return None
+    plain: Any = object.__new__(next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)))
+    vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
+    return partial(library.revert_weight_conversion, plain)
+
+
+def regions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Region]]:
+    """Return of what tensors of the files those of a model on meta are made, by name, the first elements first.
+
+    Those are left out that transformers does not make of views of one tensor.
+    """
+    if (revert := revert_of(model)) is None:
+        return {}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    found: dict[str, list[Region]] = {}
+    for name, made in revert({name: tensor.detach().as_subclass(_View) for name, tensor in tensors.items()}).items():
+        if (owner := owners.get(made.untyped_storage()._cdata)) is not None:
+            region = Region(name, tuple(made.shape), made.stride(), int(made.storage_offset()))
+            found.setdefault(owner, []).append(region)
+    return {
+        name: sorted(regions, key=lambda region: region.offset)
+        for name, regions in found.items()
+        if sum(torch.Size(region.shape).numel() for region in regions) == tensors[name].numel()
+    }
+
+
+class _View(torch.Tensor):
+    """A tensor on meta that is not copied where that would make it contiguous: its strides say where it was."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # of torch
