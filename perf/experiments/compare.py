@@ -27,7 +27,6 @@ from nvme_offload.perf.measure.machine import num_cpus
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2]
 """`make compare` makes an environment here for each peer that needs one."""
-ITERATIONS = 2  # iterations of a turn
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Seen:
     version: str | None = None
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)  # more of each iteration, in the demo
     quads: list[Quad] = field(default_factory=list)  # seconds of an iteration: ours, theirs, theirs, ours
     ended: Ended | None = None
     distance: float | None = None
@@ -109,7 +109,7 @@ def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
     quads = max(len(found.quads) for found in all_found)
     return [
         f"{parse_size(order.size).num_parameters:,} parameters, {order.tokens} tokens an iteration; bf16 compute over "
-        f"fp32 masters, AdamW, clipping at 1.0; {quads} x {ITERATIONS} iterations each of ours, theirs, theirs, ours",
+        f"fp32 masters, AdamW, clipping at 1.0; {quads} x {order.turn} iterations each of ours, theirs, theirs, ours",
         "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
         "times ours: the median over rounds of ours, theirs, theirs, ours; above 1 is slower than ours",
         f"distance: how far the weights end from those of {MEMORY.text}, as a share of how far training moved them",
@@ -191,14 +191,14 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
 class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
-    def __init__(self, found: Seen, python: str, template: Order, folder: Path) -> None:
+    def __init__(self, found: Seen, python: str, template: Order, folder: Path, logs: Path | None = None) -> None:
         """Start it. The folder on the drive gets its swap, log and weights; `template`: all but who and where."""
         # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
         bin_folder, contender = Path(python).parent, found.contender
         tools = os.pathsep.join((str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]))
         made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(bin_folder.parent / "torch_extensions")}
-        super().__init__(work, folder / f"{contender.name}.log", python=python, environment=made)
-        self._found = found
+        super().__init__(work, (logs or folder) / f"{contender.name}.log", python=python, environment=made)
+        self._found, self._turn = found, template.turn
         swap = folder / contender.name
         swap.mkdir(exist_ok=True)
         order = replace(template, contender=contender.name, package=contender.package)
@@ -207,11 +207,12 @@ class Side(Child):
 
     def turn(self) -> float:
         """Take a turn; return the mean seconds of an iteration."""
-        self.tell(ITERATIONS)
-        seconds, losses = self.expect("turn")
+        self.tell(self._turn)
+        seconds, losses, figures = self.expect("turn")
         self._found.seconds += seconds
         self._found.losses += losses
-        return float(sum(seconds)) / ITERATIONS
+        self._found.figures += figures
+        return float(sum(seconds)) / self._turn
 
     def end(self) -> None:
         """End it, its weights written down."""

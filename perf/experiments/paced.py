@@ -25,7 +25,7 @@ from nvme_offload.perf.measure.machine import (
     reset_peak_resident_bytes,
     settled_resident_bytes,
 )
-from nvme_offload.perf.measure.sections import MODES, layered_model, section
+from nvme_offload.perf.measure.sections import MODES, layered_model, merged, section
 from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.placing import Job
 from nvme_offload.perf.plan.prediction import Prediction, predict
@@ -98,12 +98,6 @@ class Setup:
         drives = Drives(read=rate, write=rate, mixed=rate)
         machine = Machine(host_memory=64 * GiB, drives=drives, flops=operations / computing, update_rate=1e15)
         return predict(job, machine)
-
-
-def merged(section: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Return a section with the keys of a case in place of its own."""
-    inner = {key: merged(section[key], value) for key, value in case.items() if isinstance(section.get(key), dict)}
-    return section | case | inner
 
 
 def cases_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Configuration sections of what is measured and verified."""
+"""Models and configuration sections of what is measured and verified."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,3 +59,9 @@ class Layer(nn.Module):
 def layered_model(layers: int, width: int) -> nn.Sequential:
     """`layers` layers, with values of torch's generator, or on the device of the context."""
     return nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+
+def merged(section: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Return a section with the keys of a case in place of its own."""
+    inner = {key: merged(section[key], value) for key, value in case.items() if isinstance(section.get(key), dict)}
+    return section | case | inner

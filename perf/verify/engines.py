@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,14 +53,12 @@ class Slopes(nn.Module):
         return total
 
 
-def full(engine: OffloadEngine) -> dict[str, torch.Tensor]:
-    """Whole parameters and the states of AdamW, on the CPU."""
-    found = {}
+def full(engine: OffloadEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole parameters and the states of AdamW, on the CPU."""
     for name, param in engine.module.named_parameters():
-        found[name] = get_full_param(param).cpu()
-        for state in ("exp_avg", "exp_avg_sq"):
-            found[f"{name} {state}"] = get_full_optimizer_state(param, state).cpu()
-    return found
+        yield name, get_full_param(param)
+        for state in ("exp_avg", "exp_avg_sq", "step"):
+            yield f"{name} {state}", get_full_optimizer_state(param, state)
 
 
 class MeanSquare(nn.Module):
@@ -94,7 +92,7 @@ def take_steps(
             losses.append(engine(batch.to(device)))
             engine.backward(losses[-1])
             engine.step()
-    return {"losses": torch.stack([loss.detach() for loss in losses]), **full(engine)}
+    return {"losses": torch.stack([loss.detach() for loss in losses]), **dict(full(engine))}
 
 
 def section_of(drive: str | None, grads: str = "none", params: str = "none", **keys: Any) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def run(device: str, site: Site | None = None, model: nn.Module | None = None, *
 
 def gradients(site: Site) -> str:
     """Off the device, in host memory and on NVMe, runs have the CPU's bits, and its norms."""
-    _off_device(site, lambda where: {"grads": where})
+    _off_device(site, "grads")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, **BF16}
     (values, norm), (expected, its) = run(site.device, site, **keys), run("cpu", **keys)
     must_equal(values, expected, "bf16, gradients where they are computed")
@@ -125,20 +123,22 @@ def gradients(site: Site) -> str:
 
 def parameters(site: Site) -> str:
     """Off the device with gradients and state, they are gathered with the CPU's bits."""
-    _off_device(site, lambda where: {"grads": where, "params": where})
+    _off_device(site, "grads", "params")
     return f"{', '.join(MODES)}: the same bits as on the CPU"
 
 
-def _off_device(site: Site, places: Callable[[str], dict[str, Any]]) -> None:
+def _off_device(site: Site, *kinds: str) -> None:
     """Compare whole runs, clipped to a fifth or so, and added up."""
     for name, mode in MODES.items():
         keys: dict[str, Any] = {"gradient_clipping": 5.0, "gradient_accumulation_steps": 4, **mode}
         expected, its = run("cpu", **keys)
         for where in ("cpu", "nvme"):
-            found, norm = run(site.device, site, **places(where), **keys)
-            must_equal(found, expected, f"{name}, {' and '.join(places(where))} on {where}")
+            what = f"{name}, {' and '.join(kinds)} on {where}"
+            places: dict[str, Any] = dict.fromkeys(kinds, where)
+            found, norm = run(site.device, site, **places, **keys)
+            must_equal(found, expected, what)
             if norm != its:
-                raise WrongError(f"{name}, {' and '.join(places(where))} on {where}: norm {norm!r} in place of {its!r}")
+                raise WrongError(f"{what}: norm {norm!r} in place of {its!r}")
 
 
 def precisions(site: Site) -> str:
@@ -194,11 +194,11 @@ def checkpoint(site: Site) -> str:
         with initialize(Slopes().to(site.device), section_of(drive, **BF16)) as engine:
             take_steps(engine, site.device)
             engine.save_checkpoint(folder)
-            saved, later = full(engine), take_steps(engine, site.device, next_step)
+            saved, later = dict(full(engine)), take_steps(engine, site.device, next_step)
         for device, its in ((site.device, drive), ("cpu", None)):
             with initialize(Slopes().to(device), section_of(its, **BF16)) as engine:
                 engine.load_checkpoint(folder)
-                must_equal(full(engine), saved, f"what was loaded on {device}")
+                must_equal(dict(full(engine)), saved, f"what was loaded on {device}")
                 must_equal(take_steps(engine, device, next_step), later, f"the step after loading on {device}")
     return "goes on with the same bits"
 

@@ -1,11 +1,13 @@
 """The child process of one contender: how it trains; bf16 compute over fp32 masters, AdamW, clipping at 1.0."""
 
+import hashlib
 import importlib
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import initialize
+from nvme_offload.optim.telemetry.stats import OptimizerStats, Span
+from nvme_offload.optim.telemetry.trace import write_trace
 from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
 from nvme_offload.perf.measure.child import Send
 from nvme_offload.perf.measure.machine import (
     moved_since,
     peak_resident_bytes,
     reset_peak_resident_bytes,
+    settled_resident_bytes,
     storage_bytes,
     version_of,
 )
-from nvme_offload.perf.measure.sections import MODES, section
+from nvme_offload.perf.measure.sections import MODES, merged, section
+from nvme_offload.perf.verify.engines import full
 
 SEED = 0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIPPING = 1.0
+MICRO_BATCHES = 2  # of a step of the demo
 SUBGROUP = 2**24  # elements of a subgroup where state moves, so that a step has about sixteen
 
 
@@ -44,6 +51,12 @@ class Order:
     threads: int
     swap: str  # folder on the drive
     weights: str  # file for the master weights at the end
+    turn: int = 2  # iterations of a turn
+    keys: dict[str, Any] = field(default_factory=dict)  # in place of those of the section, in the demo
+    demo: bool = False
+    """Whether ours is looked at closely: a step is two micro-batches, parameters begin in bf16, forward and backward
+    compute in fp32 (processors without bf16 instructions take many times as long in bf16), and the file `weights` gets
+    the trace of all iterations."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +66,27 @@ class Ended:
     iterations: int
     peak_bytes: int  # most resident memory while it trained
     moved: tuple[int, int] | None  # bytes read and written, as the kernel counts them
+    counted: tuple[int, int] = (0, 0)  # the same of optimizer state, as ours counts them
+    busy_seconds: float = 0.0  # of the drive meanwhile
+    grown_bytes: int = 0  # resident memory after training beyond what was resident before the optimizer was made
+    engine: str = ""  # who moved the bytes, and why
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of masters and states, in the demo
 
 
 def work(told: Iterator[Any], send: Send) -> None:
-    """Train as told, number by number of iterations, of which each time seconds and losses are sent.
+    """Train as told, number by number of iterations, of which each time seconds, losses and figures are sent.
 
-    Nothing runs on between two. At the end of what is told the master weights are written down.
+    Nothing runs on between two. At the end of what is told the master weights are written down, or digested.
     """
     order: Order = next(told)
-    torch.set_num_threads(order.threads)
-    model = model_of(order.size)
+    torch.set_num_threads(order.threads)  # the same in every process: arithmetic is repeatable
+    model = model_of(order.size, in_fp32=order.demo)
     data = batches(load_corpus(), order.tokens // CONTEXT, SEED)
-    trainer = trainer_of(order.contender, model, Path(order.swap))
+    for inputs, targets in islice(data, 2 * order.demo):  # what a pass takes is no memory of the optimizer's
+        model(inputs, targets).backward()
+        model.zero_grad()
+    before_all = settled_resident_bytes()
+    trainer = trainer_of(order, model)
     del model
     trainer.iterate(*next(data))  # what is made once is made now
     trainer.settle()
@@ -72,26 +94,38 @@ def work(told: Iterator[Any], send: Send) -> None:
     before, iterations = storage_bytes(), 0
     send("ready", order.package and version_of(order.package))
     for count in told:
-        seconds, losses = [], []
+        seconds, losses, figures = [], [], []
+        trainer.begin()
         for _ in range(count):
             batch = next(data)
             start = time.perf_counter()
             losses.append(trainer.iterate(*batch))
             seconds.append(time.perf_counter() - start)
+            figures.append(trainer.look())
         start = time.perf_counter()
         trainer.settle()
         seconds[-1] += time.perf_counter() - start
         iterations += count
-        send("turn", (seconds, losses))
-    peak, moved = peak_resident_bytes(), moved_since(before)
-    torch.save({name: weight.clone() for name, weight in trainer.weights()}, order.weights)
+        send("turn", (seconds, losses, figures))
+    ended = Ended(iterations, peak_resident_bytes(), moved_since(before), **trainer.sum_up())
+    if order.demo:
+        ended.digests.update({name: _digest(value) for name, value in trainer.weights()})
+        ended = replace(ended, grown_bytes=settled_resident_bytes() - before_all)
+    else:
+        torch.save({name: weight.clone() for name, weight in trainer.weights()}, order.weights)
     trainer.close()
-    send("ended", Ended(iterations, peak, moved))
+    send("ended", ended)
 
 
-def model_of(size: str) -> ByteGPT:
-    """Make the model of the demo, in fp32, with the same values each time; it computes in bf16."""
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def model_of(size: str, *, in_fp32: bool = False) -> ByteGPT:
+    """Make a model in fp32 that computes in bf16, or the other way round; with the same values each time."""
     torch.manual_seed(SEED)
+    if in_fp32:
+        return ByteGPT(parse_size(size), CONTEXT, torch.float32).bfloat16()
     return ByteGPT(parse_size(size), CONTEXT, torch.bfloat16)
 
 
@@ -101,14 +135,19 @@ class Trainer:
 
     iterate: Callable[[Tensor, Tensor], float]  # does one whole iteration with inputs and targets; returns the loss
     weights: Callable[[], Iterator[tuple[str, Tensor]]]  # gives names and fp32 master weights, one after the other
+    begin: Callable[[], None] = lambda: None  # begins a turn
+    look: Callable[[], dict[str, Any]] = dict  # gives figures of the latest iteration
     settle: Callable[[], None] = lambda: None  # waits until nothing runs on behind the latest iteration
+    sum_up: Callable[[], dict[str, Any]] = dict  # gives more of `Ended`
     close: Callable[[], None] = dist.destroy_process_group  # lets everything go
 
 
-def trainer_of(name: str, model: nn.Module, swap: Path) -> Trainer:
-    """The trainer of a contender; `swap` is a folder on the drive."""
+def trainer_of(order: Order, model: nn.Module) -> Trainer:
+    """The trainer of a contender."""
+    name, swap = order.contender, Path(order.swap)
     if name in ("ours", "ours-memory"):
-        return _ours(model, swap if name == "ours" else None)
+        swap_of_ours = swap if name == "ours" else None
+        return _in_detail(model, order, swap_of_ours) if order.demo else _ours(model, swap_of_ours)
     if name == "deepspeed":
         return _deepspeed(model, swap)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
@@ -142,6 +181,40 @@ def _ours(model: nn.Module, swap: Path | None) -> Trainer:
         settle=engine.optimizer.synchronize,
         close=engine.close,
     )
+
+
+def _in_detail(model: nn.Module, order: Order, swap: Path | None) -> Trainer:
+    """Ours as the demo shows it: two micro-batches a step, with figures of each, and states beside the weights."""
+    engine = initialize(model, merged(_section(swap), order.keys))
+    optimizer, spans, begun = engine.optimizer, set[Span](), list[OptimizerStats]()
+
+    def iterate(inputs: Tensor, targets: Tensor) -> float:
+        pairs = zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
+        losses = engine.accumulate(lambda pair: engine(*pair), pairs)
+        engine.step()
+        return float(torch.stack(losses).mean())
+
+    def look() -> dict[str, Any]:
+        spans.update(optimizer.timeline())
+        stats, latest = optimizer.stats(), optimizer.stats().iteration
+        found = {"ended": time.monotonic(), "norm": stats.total_norm, "step_seconds": stats.step_seconds}
+        return found | ({"share": latest.share_of_ideal, "limit": latest.limit} if latest else {})
+
+    def settle() -> None:
+        optimizer.synchronize()
+        spans.update(optimizer.timeline() if begun else ())  # what ran on behind the last step
+        begun[:] = begun or [optimizer.stats()]
+
+    def sum_up() -> dict[str, Any]:
+        write_trace(sorted(spans, key=lambda span: span.start_ns), order.weights)
+        now, [then] = optimizer.stats(), begun
+        counted = now.bytes_read - then.bytes_read, now.bytes_written - then.bytes_written
+        busy = now.drive_busy_seconds - then.drive_busy_seconds
+        return {"counted": counted, "busy_seconds": busy, "engine": f"{now.engine} ({now.engine_reason})"}
+
+    begin = optimizer.begin_iteration
+    made: dict[str, Any] = {"begin": begin, "look": look, "settle": settle, "sum_up": sum_up, "close": engine.close}
+    return Trainer(iterate=iterate, weights=lambda: full(engine), **made)
 
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, clips: bool) -> Trainer:

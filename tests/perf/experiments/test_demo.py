@@ -6,9 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 
 import matplotlib.image
 import pytest
@@ -17,12 +14,13 @@ from typer.testing import CliRunner
 
 from nvme_offload.offload.host.proc import Mount
 from nvme_offload.optim.telemetry.trace import TRACKS
-from nvme_offload.perf.experiments import gpt
+from nvme_offload.perf.experiments import compare, gpt
 from nvme_offload.perf.experiments.__main__ import app
+from nvme_offload.perf.experiments.compare import Contender
 from nvme_offload.perf.experiments.demo import command as demo
-from nvme_offload.perf.experiments.demo.command import DemoRun, Step
-from nvme_offload.perf.experiments.experiment import Row
+from nvme_offload.perf.experiments.demo.command import DemoRun
 from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, ModelSize, parse_size
+from nvme_offload.perf.experiments.peers.worker import Ended
 from scripts import readme_timeline as timeline
 from tests.support.forked import ROOT, forked_children
 
@@ -49,8 +47,8 @@ def runs(finished):
     """Both runs, state on NVMe and in memory, as the file has them."""
     made = []
     for saved in finished[2]["results"]:
-        of_run = {key: value for key, value in saved.items() if key != "name"}
-        made.append(DemoRun(**of_run | {"steps": [Step(**each) for each in saved["steps"]]}))
+        its = {name: saved[name] for name in ("numel", "seconds", "losses", "figures")}
+        made.append(DemoRun(contender=Contender(**saved["contender"]), ended=Ended(**saved["ended"]), **its))
     return tuple(made)
 
 
@@ -62,22 +60,20 @@ def output_of(*arguments: str) -> tuple[int, str]:
 
 def test_both_runs_are_bit_identical(finished, runs):
     nvme, memory = runs
-    assert nvme.digests == memory.digests
-    assert [step.loss for step in nvme.steps] == [step.loss for step in memory.steps]
+    assert nvme.ended.digests == memory.ended.digests
+    assert nvme.losses == memory.losses
     num_tensors = len(list(ByteGPT(gpt.PRESETS["tiny"], CONTEXT, torch.bfloat16).parameters()))
-    assert len(nvme.digests) == 5 * num_tensors  # the parameter, master, exp_avg, exp_avg_sq, step
-    assert f"Bit-identical: all {nvme.num_parameters:,} parameters" in finished[0]
+    assert len(nvme.ended.digests) == 4 * num_tensors  # the master, whose upper half the parameter is, and states
+    assert f"Bit-identical: all {nvme.numel:,} parameters" in finished[0]
 
 
 def test_state_was_on_the_drive_and_loss_fell(runs):
     nvme, memory = runs
-    assert len(nvme.steps) == len(memory.steps) == STEPS
-    assert nvme.steps[-1].loss < nvme.steps[0].loss
-    assert nvme.counted_bytes[1] / (nvme.num_parameters * STEPS) == pytest.approx(10, rel=0.02)
-    assert tuple(memory.counted_bytes) == (0, 0)
-    assert nvme.stats["num_subgroups"] >= 8
-    assert nvme.kernel_bytes is None or nvme.kernel_bytes[1] >= 0.95 * nvme.counted_bytes[1]
-    assert nvme.settings["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert len(nvme.losses) == len(memory.losses) == STEPS
+    assert nvme.losses[-1] < nvme.losses[0]
+    assert nvme.ended.counted[1] / (nvme.numel * STEPS) == pytest.approx(10, rel=0.02)
+    assert tuple(memory.ended.counted) == (0, 0)
+    assert nvme.ended.moved is None or nvme.ended.moved[1] >= 0.95 * nvme.ended.counted[1]
 
 
 def test_the_picture_of_the_readme_shows_something(finished, tmp_path):
@@ -94,15 +90,9 @@ def test_the_picture_of_the_readme_shows_something(finished, tmp_path):
 
 def test_the_runs_trained_by_turns(finished, runs):
     """Four steps each, the order reversed each time; nothing of one lies in a turn of the other."""
-    turns = {
-        name: [(turn[0].called_ns, turn[-1].returned_ns) for turn in (run.steps[:4], run.steps[4:])]
-        for name, run in zip(("nvme", "memory"), runs, strict=True)
-    }
-    in_order = sorted((turn, name) for name, its in turns.items() for turn in its)
-    assert [name for _, name in in_order] == ["nvme", "memory", "memory", "nvme"]
-    for (_, before), (after, _) in pairwise([turn for turn, _ in in_order]):
-        assert before < after
-    assert all(0 < step.share_of_ideal <= 1 for step in runs[0].steps)
+    ends = [(each["ended"], name) for name, run in zip("nm", runs, strict=True) for each in run.figures]
+    assert "".join(name for _, name in sorted(ends)) == "nnnnmmmmmmmmnnnn"
+    assert all(0 < each["share"] <= 1 for each in runs[0].figures[1:])
     assert re.search(r"state on NVMe  8  .* s  \d+% \(\w", finished[0])
 
 
@@ -122,12 +112,13 @@ def test_nothing_is_left_on_the_drive(finished):
 
 def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     name = "byte_embedding.weight exp_avg"
-    runs[1].digests = runs[1].digests | {name: "0" * 64}
+    runs[1].ended.digests[name] = "0" * 64
 
-    def by_turns(works, quads, out, ended):
-        for run in runs:
-            ended.append(SimpleNamespace(run=run))
-            yield Row({"": str(len(ended))}, {})
+    def by_turns(made, order, quads, folder, out):
+        for run, known in zip(made, runs, strict=True):
+            vars(run).update(vars(known))
+            yield run
+        demo.ON_NVME.weights(folder).touch()
 
     monkeypatch.setattr(demo, "by_turns", by_turns)
     code, output = output_of("--size", "tiny", "--out", str(tmp_path))
@@ -137,9 +128,10 @@ def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
 
 def test_differences_names_losses_and_missing_digests(runs):
     nvme, memory = runs
-    memory.steps[1] = replace(memory.steps[1], loss=0.0)
+    memory.losses[1] = 0.0
     assert demo.differences(nvme, memory) == ["loss of step 2"]
-    nvme.digests, memory.digests = {}, {}
+    nvme.ended.digests.clear()
+    memory.ended.digests.clear()
     assert "digests, which are missing" in demo.differences(nvme, memory)
 
 
@@ -171,7 +163,7 @@ def test_swap_in_memory_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_failed_run_says_why_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "work", operator.add)  # which cannot add what a child is told to what it says
+    monkeypatch.setattr(compare, "work", operator.add)  # which cannot add what a child is told to what it says
     with forked_children():
         code, output = output_of("--size", "tiny", "--steps", "2", "--out", str(tmp_path))
     assert code == 1
