@@ -13,8 +13,7 @@ import aiofiles.os
 
 from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
 from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.owner_thread import OwnerThread
-from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
 from nvme_offload.aio_native.requests import Request
 
 _TRANSFERS = {Op.READ: aiofiles.os.wrap(os.preadv), Op.WRITE: aiofiles.os.wrap(os.pwritev)}

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.owner_thread import OwnerThread
-from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
 from nvme_offload.aio_native.requests import Request
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
 from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.owner_thread import OwnerThread
-from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
 from nvme_offload.aio_native.requests import Request
 from nvme_offload.aio_native.uring_refusal import explain_refusal, probe_errno
 

@@ -551,16 +551,12 @@ class OffloadOptimizer(Optimizer):
 
     def stats(self) -> OptimizerStats:
         """Counters since the optimizer was made, and figures of the latest step."""
-        store, meter, moved = self.store, self._meter, self._moved()
+        store, moved = self.store, self._moved()
         engine = store.tier.stats() if store.tier else None
         return OptimizerStats(
-            steps=meter.steps,
-            skipped_steps=meter.skipped_steps,
+            **self._meter.stats,
             bytes_read=engine.bytes_read if engine else 0,
             bytes_written=engine.bytes_written if engine else 0,
-            step_seconds=meter.step_seconds,
-            wait_seconds=meter.wait_seconds,
-            compute_seconds=meter.compute_seconds,
             achieved_depth=engine.achieved_depth if engine else 0.0,
             engine=store.tier.name if store.tier else "host memory",
             engine_reason=store.tier.opened.reason if store.tier else "the state is in host memory",
@@ -571,9 +567,6 @@ class OffloadOptimizer(Optimizer):
             device_state_bytes=store.device_state_bytes,
             total_norm=self._stepper.total_norm,
             clip_coef=self._stepper.clip_coef,
-            resplit_blocks=meter.resplit_blocks + meter.changed_behind,
-            iteration=meter.iteration,
-            **meter.overlapped,
             overlap_wait_seconds=store.worker.wait_seconds,
             **self._wear.stats,
             **(self._commits.stats if self._commits is not None else {}),

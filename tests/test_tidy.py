@@ -20,7 +20,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 ROOMS_BOTTOM_UP = {
     "aio_native": "_native descriptor faults interrupt uring_refusal / finalizing / engine starting / bell "
-    "operation / requests / injection / owner_thread / python_engine / aiofiles_engine null pyuring uring "
+    "operation / requests / injection / python_engine / aiofiles_engine null pyuring uring "
     "/ registry",
     "offload": "foreign / _torch_private devices units user_path warn / _fsdp_passes errors progress / host sync / "
     "config / storage / durable staging / shards swapper / activations weights",

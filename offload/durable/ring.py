@@ -20,10 +20,22 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from nvme_offload.offload.durable.chain import BASES, Chain, ChainRows, RingSlot, SlotLayout, Stripes, WriteId, Written
+from nvme_offload.offload.durable.chain import (
+    BASES,
+    Chain,
+    ChainRows,
+    RingSlot,
+    SlotLayout,
+    Stripes,
+    WriteId,
+    Written,
+    num_bytes,
+    phases,
+    turns_behind,
+    wanted,
+)
 from nvme_offload.offload.durable.extent_pool import ExtentPool
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
-from nvme_offload.offload.durable.turns import num_bytes, phases, turns_behind, wanted
 from nvme_offload.offload.errors import ResumeError, StateError
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.swap_space import Size, SwapSpace

@@ -58,8 +58,7 @@ def export_safetensors(
         return made.pop(name)
 
     kinds = {name: each for conversion in conversions for name, each in kinds_of(conversion.made).items()}
-    in_files = {name: kind for name, (_, kind) in kinds.items()}
-    return write_weights(folder, kinds, stored, in_files, max_shard_bytes, group, writes)
+    return write_weights(folder, kinds, stored, max_shard_bytes, group, writes)
 
 
 def _conversions_of(
@@ -122,7 +121,6 @@ def write_weights(
     folder: Path,
     tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
     stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
     group: dist.ProcessGroup | None = None,
     writes: bool | None = None,
@@ -130,7 +128,7 @@ def write_weights(
     """Write tensors of these shapes in these dtypes; `stored` gives each when it is its turn."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
-    items = [(name, torch.empty(shape, dtype=dtypes[name], device="meta")) for name, (shape, _) in tensors.items()]
+    items = [(name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in tensors.items()]
     try:
         return write_sharded(
             folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=stored, group=group, writes=writes

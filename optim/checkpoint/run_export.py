@@ -48,7 +48,8 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
         return checked_cast(name, buffers[name], wanted)
 
     with _NothingLeft(folder), torch.no_grad():
-        return write_weights(folder, tensors, stored, dtypes, max_shard_bytes)
+        in_files = {name: (shape, dtypes[name]) for name, (shape, _) in tensors.items()}
+        return write_weights(folder, in_files, stored, max_shard_bytes)
 
 
 class _Weights:

@@ -8,10 +8,10 @@ from torch.autograd.graph import increment_version
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.config.section import OffloadConfig, OffloadOptimizerConfig
+from nvme_offload.offload.durable.chain import bytes_needed
 from nvme_offload.offload.durable.identity import read_identity
 from nvme_offload.offload.durable.rewrite_every import DurableBytes, auto_period, measure_rates
 from nvme_offload.offload.durable.run import DurableRun
-from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.storage.nvme_tier import NvmeTier

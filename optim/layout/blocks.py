@@ -1,4 +1,4 @@
-"""Find parts of a model that are used one after the other: they are gathered, or waited for, one by one."""
+"""Find and name parts of a model: those that are gathered, or waited for, one by one, and those that own tensors."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator

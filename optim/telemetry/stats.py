@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -251,10 +251,10 @@ class Meter:
     _waits: dict[Cause, float] = field(default_factory=dict)
 
     @property
-    def overlapped(self) -> dict[str, Any]:
-        """The fields of `OptimizerStats` about what is done outside ``step()``."""
-        names = ("updates_behind", "updates_in_backward", "guesses", "wrong_guesses", "updates_taken_back")
-        return {name: getattr(self, name) for name in names}
+    def stats(self) -> dict[str, Any]:
+        """The fields of `OptimizerStats` that are collected here."""
+        known = vars(self) | {"resplit_blocks": self.resplit_blocks + self.changed_behind}
+        return {each.name: known[each.name] for each in fields(OptimizerStats) if each.name in known}
 
     def count_updates(self, *, behind: int = 0, in_backward: int = 0, taken_back: int = 0) -> None:
         """Count subgroups that were updated behind a step, or in backward, or whose update was taken back."""
@@ -288,13 +288,14 @@ class Meter:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Count the time inside as step."""
-        with self.passing("step", count=self._count_step):
+
+        def count(seconds: float) -> None:
+            self._inside = None
+            self.step_seconds += seconds
+
+        with self.passing("step", count=count):
             self._inside = threading.get_ident()
             yield
-
-    def _count_step(self, seconds: float) -> None:
-        self._inside = None
-        self.step_seconds += seconds
 
     def begin_iteration(self, moved: DriveTotals) -> None:
         """Leave what was since the latest step out of any iteration; `moved` as in `end_iteration`."""

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, version_of
-from nvme_offload.offload.activations.buffers import Buffers, is_plain
+from nvme_offload.offload.activations.buffers import Buffers
+from nvme_offload.offload.activations.choice import is_plain
 from nvme_offload.offload.activations.kept import counter_of
 from nvme_offload.offload.devices.device import autocast_dtype, is_host
 from nvme_offload.offload.errors import BlockOrderError

@@ -42,9 +42,8 @@ from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
 from nvme_offload.optim.zero.outputs import instead_of
-from nvme_offload.optim.zero.passes import Passes
+from nvme_offload.optim.zero.passes import Passes, Update
 from nvme_offload.optim.zero.schedulers import take_on_groups
-from nvme_offload.optim.zero.update import Update
 
 _NONE = (
     "none: the loss depends on no trainable parameter. Look whether the forward ran under torch.no_grad, detached its "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload.offload.host.kept_memory import KeptMemory
+from nvme_offload.offload.host.region import KeptMemory
 
 _TAG = 0x6E76  # of our messages, which share a process group with whatever the user sends
 

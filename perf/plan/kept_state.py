@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable.chain import SlotLayout
+from nvme_offload.offload.durable.chain import SlotLayout, bytes_needed
 from nvme_offload.offload.durable.rewrite_every import DurableBytes, DurableRates, PeriodCosts, auto_period, costs_of
 from nvme_offload.offload.durable.seal import ExtentLayout
-from nvme_offload.offload.durable.turns import bytes_needed
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm, num_tiles, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup

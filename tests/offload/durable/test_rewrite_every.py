@@ -3,6 +3,7 @@
 import pytest
 
 from nvme_offload.offload.config.section import MAX_PERIOD
+from nvme_offload.offload.durable.chain import num_needed
 from nvme_offload.offload.durable.rewrite_every import (
     SECONDS_PER_DAY,
     USUAL_PERIOD,
@@ -11,7 +12,6 @@ from nvme_offload.offload.durable.rewrite_every import (
     auto_period,
     costs_of,
 )
-from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.units import GB, TB, parse_bytes_per_day
 
 BF16 = DurableBytes(state=10, tail=2, grad=2)  # a bf16 parameter under AdamW

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, ResumeError, StateError, SwapIOError
-from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
+from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written, num_needed
 from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums
-from nvme_offload.offload.durable.turns import num_needed
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage.extent import Stripe
 from nvme_offload.offload.storage.swap_space import SwapSpace

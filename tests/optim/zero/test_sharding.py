@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload import OffloadConfig, initialize
-from nvme_offload.offload.host.kept_memory import KeptMemory
+from nvme_offload.offload.host.region import KeptMemory
 from nvme_offload.optim.layout.blocks import find_blocks, find_ends, find_units, match_blocks
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.zero import host_collectives

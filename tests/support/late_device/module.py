@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from nvme_offload.offload import _torch_private
-from nvme_offload.offload.activations import buffers
+from nvme_offload.offload.activations import choice
 from nvme_offload.offload.swapper import tensor_swapper
 from nvme_offload.optim.tiers.arrivals import Arrivals
 from nvme_offload.perf.verify import engines
@@ -192,7 +192,7 @@ def late_device() -> Iterator[Late]:
     LATE.available = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_swapper, "new_host_tensor", _new_host_tensor)  # torch pins none for a device of Python
-        patch.setattr(buffers, "PLAIN_CLASSES", (*buffers.PLAIN_CLASSES, LateTensor))
+        patch.setattr(choice, "PLAIN_CLASSES", (*choice.PLAIN_CLASSES, LateTensor))
         patch.setattr(_torch_private, "StorageWeakRef", _identity)
         patch.setattr(Arrivals, "_wait_for", _land)
         patch.setattr(torch.accelerator, "current_stream", current_stream)  # nor has streams of it

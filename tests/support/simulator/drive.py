@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from nvme_offload.aio_native.engine import EngineOptions, Op
 from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.owner_thread import OwnerThread
-from nvme_offload.aio_native.python_engine import PythonEngine
+from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
 from nvme_offload.aio_native.requests import Request
 from tests.support.simulator.primitives import world
 
