@@ -36,6 +36,11 @@ def recorded(name: str) -> AbstractContextManager[object]:
     return block
 
 
+def is_transformed() -> bool:
+    """Whether ``torch.func.grad`` or its kind is computing: a gradient is a function's value then, and no step's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place, but for writes through ``.data``; 0 where inference made it."""
     return 0 if tensor.is_inference() else tensor._version

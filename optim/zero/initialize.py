@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -423,7 +424,9 @@ def _check_parameters(model: nn.Module) -> None:
     if strided := next((name for name, param in model.named_parameters() if not param.is_contiguous()), None):
         remedy = f"write param = model.get_parameter({strided!r}); param.data = param.data.contiguous() before it"
         raise ValueError(f"initialize: {strided!r} is not contiguous, as FSDP2 needs parameters: {remedy}")
-    if hooked := next((name for name, param in model.named_parameters() if has_accumulation_hooks(param)), None):
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())  # and that is refused elsewhere
+    hooked = next((name for name, param in model.named_parameters() if has_accumulation_hooks(param)), None)
+    if hooked is not None and not is_sharded:
         remedy = "register_hook takes a whole gradient, also before initialize, and this hook one of a shard, after it"
         raise ValueError(f"initialize: {hooked!r} has a hook behind the accumulation of its gradient: {remedy}")
     devices = sorted({str(param.device) for param in params})

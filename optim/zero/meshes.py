@@ -140,7 +140,10 @@ def check_not_sharded(model: nn.Module, roles: MeshRoles) -> None:
                 remedy = f"pass a plain module, or a mesh whose dimension {TENSOR!r} is the one it is sharded over"
             else:
                 remedy = f"shard it over mesh[{TENSOR!r}] of the mesh that initialize gets, or not at all"
-            raise ValueError(f"initialize: {name} is sharded already, over {param.device_mesh}; {remedy}")
+            what = (
+                f"{name} is sharded already, over {param.device_mesh}, perhaps for an engine that the model had before"
+            )
+            raise ValueError(f"initialize: {what}; {remedy}")
 
 
 def check_same_on_ranks(mesh: DeviceMesh, roles: MeshRoles, config: OffloadConfig, model: nn.Module) -> None:

@@ -291,6 +291,15 @@ def test_a_plain_backward_is_that_of_the_engine(alone, tmp_path, stage):
         )
         engine.destroy()
     assert found[0] == found[1] == found[2]
+    engine = engine_of(tmp_path, stage=1, accumulation=2)
+    torch.manual_seed(0)
+    found, expected = (
+        torch.func.grad(lambda x, of=of: of(x)["loss"])(torch.ones(2, 4)) for of in (engine, Answering())
+    )
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"first\.weight is sharded already.*engine.*before; pass a plain module"):
+        deepspeed.initialize(model=engine.module, config=section(tmp_path, adamw={"lr": 0.1}))
+    engine.destroy()
     engine = engine_of(tmp_path, stage=stage, fp16={"enabled": True})
     assert engine.optimizer.needs_scaler()
     with pytest.raises(RuntimeError, match=r"Loss scaling is required under fp16: write engine\.backward\(loss\)"):

@@ -25,6 +25,11 @@ from tests.support.ranks import be_alone, run_ranks
 aten = torch.ops.aten
 
 
+def test_is_transformed():
+    assert torch.func.vmap(lambda x: x * private.is_transformed())(torch.ones(2)).tolist() == [1, 1]
+    assert not private.is_transformed()
+
+
 def test_base_of():
     """Views of one tensor share its version, those that FSDP2 makes without autograd, too."""
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from nvme_offload.offload._torch_private import is_transformed
 from nvme_offload.optim.zero.engine import OffloadEngine
 
 
@@ -22,7 +23,9 @@ class PlainBackward:
 
     def watched(self, outputs: Any) -> Any:
         """Return what a forward gave, with tensors that divide the gradients that come to them."""
-        if not torch.is_grad_enabled() or (self._engine.gradient_accumulation_steps == 1 and not self._is_scaled):
+        if not torch.is_grad_enabled() or is_transformed():
+            return outputs
+        if self._engine.gradient_accumulation_steps == 1 and not self._is_scaled:
             return outputs
         return tree_map(self._watched, outputs)
 
