@@ -16,7 +16,7 @@ from nvme_offload import OffloadAdamW, initialize
 from nvme_offload.offload import progress as progress_module
 from nvme_offload.offload.progress import progress, tracked
 from nvme_offload.offload.units import GB, GiB, KiB, MiB, TiB, format_bytes, format_rate, parse_bytes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import Model
 from tests.support.small_engine import BF16, backward, section
 
@@ -168,18 +168,16 @@ def test_nobody_else_sees_it(screen, silenced, monkeypatch, tmp_path):
         assert (tmp_path / "err").read_text() == ""
 
 
-def seen_on_a_rank_without_a_launcher(rank, world_size):
+@on_ranks(2)
+def test_the_first_rank_of_a_group_alone_shows_it(rank, world_size):
+    """Also without a launcher."""
     patch, screen = pytest.MonkeyPatch(), Screen()
     patch.setattr(progress_module, "DELAY_SECONDS", 0.0)
     patch.setenv("TERM", "xterm")
     patch.delenv("RANK")
     put_in_place_of_stderr(patch, screen.file)
     assert list(tracked("counting", [1, 2, 3])) == [1, 2, 3]
-    return "counting" in screen.text()
-
-
-def test_the_first_rank_of_a_group_alone_shows_it():
-    assert run_ranks(seen_on_a_rank_without_a_launcher, 2) == [True, False]
+    assert ("counting" in screen.text()) == (rank == 0)
 
 
 def test_each_long_thing_has_one(alone, screen, tmp_path):

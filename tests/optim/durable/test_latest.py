@@ -9,7 +9,7 @@ import torch
 from nvme_offload import OffloadAdamW, StateError
 from tests.support.failing_drive import Failing, Op
 from tests.support.killed_steps import durable_section
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.tiers import Model, loss_of
 from tests.support.training import assert_same_bits, params_in, params_of, set_grads, snapshot, take_steps
 
@@ -100,9 +100,12 @@ def test_what_cannot_be_committed_is_raised_once_and_no_snapshot_takes_the_step_
         assert optimizer.snapshot("second") == 2
 
 
-def a_content_that_one_rank_cannot_commit(rank, world_size, path):
-    """The step lasts on neither rank, so that whoever is killed in the next one has a step that both have."""
-    with plain(path / f"rank{rank}") as optimizer:
+@on_ranks(2)
+def test_what_one_rank_cannot_commit_lasts_on_none(rank, world_size, tmp_path):
+    """So whoever is killed in the next step has one that both have."""
+    path = tmp_path / f"rank{rank}"
+    path.mkdir()
+    with plain(path) as optimizer:
         take_steps(optimizer, params_in(optimizer), 0)
         set_grads(params_in(optimizer), 1)
         if rank:
@@ -116,14 +119,8 @@ def a_content_that_one_rank_cannot_commit(rank, world_size, path):
             assert not optimizer.durable.commits.settle()
         assert [manifest.step for manifest in optimizer.durable.commits.run.committed] == [1]
         take_steps(optimizer, params_in(optimizer), 2)
-    with plain(path / f"rank{rank}") as optimizer:
+    with plain(path) as optimizer:
         assert optimizer.resume() == (3, {})
-
-
-def test_what_one_rank_cannot_commit_lasts_on_none(tmp_path):
-    for rank in range(2):
-        (tmp_path / f"rank{rank}").mkdir()
-    run_ranks(a_content_that_one_rank_cannot_commit, 2, tmp_path)
 
 
 def test_a_state_follows_only_those_that_the_table_says(drive):

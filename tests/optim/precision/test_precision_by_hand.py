@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812  # its usual name
 from nvme_offload import OffloadConfig, initialize
 from nvme_offload.optim.precision.casts import cast_where_needed
 from nvme_offload.optim.precision.plan import PrecisionPlan
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH, VOCABULARY, SCALE = 32, 50, 256.0
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,9 +106,11 @@ def look_at_engine(mode, block, stage):
         return look(engine.module, engine.backward, engine.module.named_parameters)
 
 
-def compare(rank, world_size):
-    """The largest difference from plain PyTorch, in units of scale, by what was compared."""
-    found = {}
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@on_ranks("ranks")
+def test_every_block_is_computed_as_in_plain_pytorch(rank, world_size):
+    """The same batch on each rank: the mean of their gradients is that of one."""
+    found = {}  # the largest difference from plain PyTorch, in units of scale, by what was compared
     for mode, block in itertools.product(HALVES, (NormInFp32, DecayInFp32, GateIn16Bits)):
         model, scale = fresh_model(block, HALVES[mode]), SCALE if mode == "fp16" else 1.0
         expected = look(model, lambda loss, scale=scale: (loss * scale).backward(), model.named_parameters)
@@ -120,15 +122,8 @@ def compare(rank, world_size):
                 scale = value.float().abs().max().item() or 1.0
                 distance = (seen[name].float() - value.float()).abs().max().item() / scale
                 found[mode, block.__name__, stage, name] = distance
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_block_is_computed_as_in_plain_pytorch(world_size):
-    """The same batch on each rank: the mean of their gradients is that of one."""
-    for found in run_ranks(compare, world_size):
-        assert len(found) > (3 + 1) * 3 * 12
-        assert {key: distance for key, distance in found.items() if distance > 1e-6} == {}
+    assert len(found) > (3 + 1) * 3 * 12
+    assert {key: distance for key, distance in found.items() if distance > 1e-6} == {}
 
 
 class Middle(nn.Module):

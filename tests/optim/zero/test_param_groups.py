@@ -9,7 +9,7 @@ from torch import nn
 
 from nvme_offload import ConfigError, ConfigWarning, OffloadConfig, initialize
 from tests.support.build import section
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
 
 NO_DECAY = {"weight_decay": 0.0}
@@ -221,12 +221,8 @@ def test_one_rate_for_both_is_told_where_muons_is_of_another_kind(alone, recwarn
     assert not [each for each in recwarn if each.category is ConfigWarning]
 
 
-def of_two_ranks(rank, world_size):
+@on_ranks(2)
+def test_two_ranks_have_the_same_groups(rank, world_size):
     with engine_of(None, by_section=True) as engine:
         train(engine, 0, 1)
-        return names_of(engine), full_state(engine.module, engine.optimizer)
-
-
-def test_two_ranks_have_the_same_groups():
-    for names, _ in run_ranks(of_two_ranks, 2):
-        assert names == EXPECTED
+        assert names_of(engine) == EXPECTED

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
 from tests.support.interrupts import Struck, at_update, raise_struck
-from tests.support.ranks import be_alone, run_ranks
+from tests.support.ranks import be_alone, on_ranks
 from tests.support.sharded_model import (
     VOCABULARY,
     assert_same,
@@ -32,11 +32,13 @@ def stock_adamw(model):
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def train_beside_torch(rank, world_size, path):
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+@on_ranks("ranks")
+def test_it_follows_torch_adamw_on_read_through_shards(rank, world_size, tmp_path):
     """Ours, and stock AdamW twice: on read-through shards, and on plain FSDP2's fp32 shards. All get our gradients."""
     ours = sharded_model(torch.bfloat16)
     theirs = [sharded_model(torch.bfloat16), sharded_model(torch.bfloat16, split=False)]
-    optimizer, stocks = make(ours, section("nvme", path)), [stock_adamw(model) for model in theirs]
+    optimizer, stocks = make(ours, section("nvme", tmp_path)), [stock_adamw(model) for model in theirs]
     norms, coefficients = [], []
     for step in range(6):
         backward(ours, rank, step)
@@ -57,19 +59,13 @@ def train_beside_torch(rank, world_size, path):
             stock.step()
             stock.zero_grad()
         optimizer.zero_grad()
-    final = [
+    found, *expected = (
         torch.cat([p.detach().full_tensor().flatten().double() for p in model.parameters()])
         for model in (ours, *theirs)
-    ]
+    )
     optimizer.close()
-    return final, norms, coefficients
-
-
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_it_follows_torch_adamw_on_read_through_shards(world_size, tmp_path):
-    (ours, *theirs), norms, coefficients = run_ranks(train_beside_torch, world_size, tmp_path)[0]
-    for weights in theirs:
-        assert (ours - weights).norm() / weights.norm() <= 1e-6
+    for weights in expected:
+        assert (found - weights).norm() / weights.norm() <= 1e-6
     for norm, exact in norms:
         assert norm == pytest.approx(exact, rel=1e-6)
     assert min(coefficients) < 1, "clipping acts"
@@ -78,16 +74,17 @@ def test_it_follows_torch_adamw_on_read_through_shards(world_size, tmp_path):
     )
 
 
-def set_and_evaluate(rank, world_size, path):
+@on_ranks(2)
+def test_writing_through_reaches_the_tier_and_the_forward(rank, world_size, tmp_path):
     """load_state_dict after an evaluation, at stage 2: the unsharded copy must not be used any more."""
     model = sharded_model(torch.bfloat16, reshard=False)
-    with make(model, section("nvme", path)), torch.no_grad():
+    with make(model, section("nvme", tmp_path)), torch.no_grad():
         before = loss_of(model, 0, 99, 0).item()
         state = {name: value.full_tensor() for name, value in model.state_dict().items()}
         for parameter in model.parameters():
             parameter.zero_()
-        zero = loss_of(model, 0, 99, 0).item()
-        zeros = all(not value.full_tensor().any() for value in model.state_dict().values())
+        assert loss_of(model, 0, 99, 0).item() == pytest.approx(math.log(VOCABULARY), rel=1e-3)
+        assert all(not value.full_tensor().any() for value in model.state_dict().values())
         for name, parameter in model.named_parameters():
             full = state[name]
             parameter.copy_(
@@ -95,17 +92,8 @@ def set_and_evaluate(rank, world_size, path):
                     placements=parameter.placements
                 )
             )
-        after = loss_of(model, 0, 99, 0).item()
-        same = all(torch.equal(v.full_tensor(), state[k]) for k, v in model.state_dict().items())
-    return before, zero, after, zeros, same
-
-
-def test_writing_through_reaches_the_tier_and_the_forward(tmp_path):
-    before, zero, after, zeros, same = run_ranks(set_and_evaluate, 2, tmp_path)[0]
-    assert zeros
-    assert same
-    assert zero == pytest.approx(math.log(VOCABULARY), rel=1e-3)
-    assert after == before
+        assert loss_of(model, 0, 99, 0).item() == before
+        assert all(torch.equal(v.full_tensor(), state[k]) for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("tiers", [{}, {"state": "nvme"}, {"param": "nvme"}], ids=["cpu", "state", "param"])
