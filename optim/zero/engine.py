@@ -269,6 +269,7 @@ class OffloadEngine:
         Raises RuntimeError in a step of `accumulate`.
         """
         self._accumulation.check_backward()
+        self.optimizer.expect_step(self._accumulation.is_boundary)
         self._accumulation.has_backward = True
 
     def _scaled(self, loss: torch.Tensor, share: int) -> torch.Tensor:
