@@ -26,11 +26,11 @@ from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.host.proc import mount_of
 from nvme_offload.offload.storage.engine_in_use import EngineInUse
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.file_ranges import PAGE, FileIdentity, RangeLayout
 from nvme_offload.offload.storage.foreign_file import FileExtent, ForeignFile
+from nvme_offload.offload.storage.in_memory import memory_of
 from nvme_offload.offload.storage.memory_tier import done_at_once
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.transfer import Transfer
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_OPERATIONS = 1024
 """Transfers accepted by the engine and not yet done. Staging buffers run out long before."""
 
-_said_in_memory: set[Path] = set()
+_looked_at: set[Path] = set()
 
 
 @dataclass(eq=False, slots=True)
@@ -354,13 +354,15 @@ def _error(files: SwapSpace | FileExtent, engines: EngineInUse, op: Op, what: st
 
 def _say_what_is_memory(space: SwapSpace) -> None:
     """Warn of each path that is on no drive, once in this process."""
-    for fd in space.copies.fds:
-        mount, path = mount_of(fd), space.path_of(fd).parent.parent
-        if mount and mount.is_memory and path not in _said_in_memory:
-            _said_in_memory.add(path)
-            logger.warning(
-                "nvme_path %s is on %s, which is memory: what is moved there stays in host memory, and is gone with a "
-                'restart. Name a folder on an NVMe drive, or write device = "cpu", which does without the copies',
-                path,
-                mount.kind,
-            )
+    for file in space.all_files:
+        path = file.path.parent.parent
+        if path not in _looked_at:
+            _looked_at.add(path)
+            if memory := memory_of(file.fd, file.alignment if file.direct else None):
+                logger.warning(
+                    "nvme_path %s is on %s, which is memory: what is moved there stays in host memory, and is gone "
+                    'with a restart. Name a folder on an NVMe drive, or write device = "cpu", which does without the '
+                    "copies",
+                    path,
+                    memory,
+                )

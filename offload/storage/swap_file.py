@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import mmap
 import os
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +32,16 @@ NO_DIRECT_IO = (0, 0)
 
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 
+_NO_PROMISES = (errno.EOPNOTSUPP, errno.EINVAL)
+"""How fallocate(2) is refused; EINVAL where the C library writes single bytes instead, through direct I/O."""
+_PIECE_BYTES = 4 << 20
+
+_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
+"""FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of linux/fs.h, for a long of 8 bytes; what follows are flags of it."""
+_COMPRESSED, _NO_COPY_ON_WRITE = 0x4, 0x800000
+
 _said_buffered: set[int] = set()
+_said_filled: set[int] = set()
 
 
 class SwapFile:
@@ -171,13 +183,46 @@ def promise(fd: int, path: Path, offset: int, size_bytes: int, extent: str = "")
     """Have the file system promise the space of a range; OutOfSpaceError where it has none, or a quota is used up."""
     system = drive.ask(path, os.fstatvfs, fd)
     about: dict[str, Any] = {"offset": offset, "size_bytes": size_bytes, "extent": extent}
+    if offset == 0:
+        _overwrite_in_place(fd)
     try:
-        drive.ask(path, os.posix_fallocate, fd, offset, size_bytes, **about)
+        try:
+            drive.ask(path, os.posix_fallocate, fd, offset, size_bytes, **about)
+        except SwapIOError as error:
+            if error.errno not in _NO_PROMISES:
+                raise
+            _fill(fd, path, offset, size_bytes, extent)
     except SwapIOError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free_bytes, code = system.f_bavail * system.f_frsize, error.errno
             raise OutOfSpaceError(path=path, needed_bytes=size_bytes, free_bytes=free_bytes, errno=code) from error
         raise
+
+
+def _overwrite_in_place(fd: int) -> None:
+    """Have an empty file's blocks overwritten where they are, on btrfs too: without its checksums of them.
+
+    With them, a promise is good for one write of a block, and direct writes go through the page cache. Other file
+    systems refuse the wish, and btrfs ignores that of a file with bytes.
+    """
+    wishes = array("l", [0])
+    with suppress(OSError):
+        fcntl.ioctl(fd, _GET_FLAGS, wishes)
+        wishes[0] = wishes[0] & ~_COMPRESSED | _NO_COPY_ON_WRITE
+        fcntl.ioctl(fd, _SET_FLAGS, wishes)
+
+
+def _fill(fd: int, path: Path, offset: int, size_bytes: int, extent: str) -> None:
+    """Write every block of a range, with what is there or zeros: a promise by any file system that overwrites."""
+    if (device := drive.ask(path, os.fstat, fd).st_dev) not in _said_filled:
+        _said_filled.add(device)
+        logger.warning("%s cannot promise space (fallocate): all of it is written once, which takes long", path.parent)
+    memory = memoryview(mmap.mmap(-1, min(size_bytes, _PIECE_BYTES)))
+    for at in range(offset, offset + size_bytes, _PIECE_BYTES):
+        piece = memory[: offset + size_bytes - at]
+        found = drive.ask(path, drive.read_at, fd, piece, at, direction="read", extent=extent)
+        piece[found:] = bytes(len(piece) - found)
+        move_all(os.pwrite, fd, path, "allocate", at, piece, extent=extent)
 
 
 def move_all(

@@ -66,7 +66,8 @@ class SwapSpace:
         shares = [Fraction(weight) for weight in (weights or [1] * num_paths)]
         self._shares = [share / sum(shares) for share in shares]
         self._directories: list[SwapDirectory] = []
-        self._all_files: list[SwapFile] = []
+        self.all_files: list[SwapFile] = []
+        """Of each path of each copy."""
         self.unopened: list[SwapIOError] = []
         """Why copies could not be opened, one each."""
         self._lock = threading.Lock()
@@ -97,8 +98,8 @@ class SwapSpace:
 
     def _open(self, path: Path, direct: DirectPolicy, directory: Callable[[Path], SwapDirectory]) -> SwapFile:
         self._directories.append(directory(path))
-        self._all_files.append(self._directories[-1].open_swap(direct))
-        return self._all_files[-1]
+        self.all_files.append(self._directories[-1].open_swap(direct))
+        return self.all_files[-1]
 
     @property
     def directory(self) -> Path:
@@ -118,16 +119,16 @@ class SwapSpace:
     @property
     def alignment(self) -> int:
         """Granularity of offsets, sizes and addresses, in bytes."""
-        return max(file.alignment for file in self._all_files)
+        return max(file.alignment for file in self.all_files)
 
     @property
     def direct(self) -> bool:
         """Whether every path does direct I/O."""
-        return all(file.direct for file in self._all_files)
+        return all(file.direct for file in self.all_files)
 
     def path_of(self, fd: int) -> Path:
         """The file behind a descriptor, for messages."""
-        return next((file.path for file in self._all_files if file.fd == fd), self.paths[0])
+        return next((file.path for file in self.all_files if file.fd == fd), self.paths[0])
 
     def allocate(self, size_bytes: int) -> Extent:
         """Allocate one extent as `allocate_all` does."""
@@ -142,7 +143,7 @@ class SwapSpace:
                     extents = [self._take(size) for size in sizes]
                     self._reserve()
             except BaseException:  # which is the one to tell: a file that stays long keeps its promise
-                for file in self._all_files:
+                for file in self.all_files:
                     with suppress(OSError):
                         file.give_up_reserve()
                 raise
@@ -250,7 +251,7 @@ class SwapSpace:
         with ExitStack() as last:  # whatever one of them raises, all are closed
             for directory in self._directories:
                 last.callback(directory.leave)
-            for file in self._all_files:
+            for file in self.all_files:
                 last.callback(file.close)
 
     def _split(self, size_bytes: int) -> list[int]:

@@ -2,12 +2,12 @@
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.host.proc import SYS, Mount, mount_of, read, read_int
+from nvme_offload.offload.host.disks import disk_of, disks_below
+from nvme_offload.offload.host.proc import Mount, mount_of, read, read_int
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,8 @@ class Drive:
 
 def find_drive(device_number: int, mount: Mount | None) -> Drive | None:
     """The drive of a file whose ``st_dev`` this is; None where no block device is known."""
-    directory = _directory(device_number)
-    if directory is None and mount is not None and mount.source.startswith("/dev/"):
-        # btrfs: files have device numbers of their own. In a container the device file may be missing.
-        try:
-            directory = _directory(os.stat(mount.source).st_rdev)
-        except OSError:
-            link = SYS / "class/block" / Path(mount.source).name
-            directory = link.resolve() if link.exists() else None
+    directory = disk_of(device_number, mount)
     return _read_drive(directory) if directory else None
-
-
-def _directory(device_number: int) -> Path | None:
-    link = SYS / f"dev/block/{os.major(device_number)}:{os.minor(device_number)}"
-    if not link.exists():
-        return None
-    directory = link.resolve()
-    return directory.parent if (directory / "partition").exists() else directory
 
 
 def _read_drive(directory: Path) -> Drive:
@@ -52,18 +37,12 @@ def _read_drive(directory: Path) -> Drive:
     return Drive(
         name=directory.name,
         model=read(directory / "device/model"),
-        members=tuple(sorted(_members(directory))),
+        members=tuple(sorted(disk.name for disk in disks_below(directory) if disk != directory)),
         rotational=None if rotational is None else bool(rotational),
         scheduler=active[1] if active else scheduler,
         nr_requests=read_int(queue / "nr_requests"),
         max_sectors_kb=read_int(queue / "max_sectors_kb"),
     )
-
-
-def _members(directory: Path) -> Iterator[str]:
-    slaves = directory / "slaves"
-    for slave in sorted(slaves.iterdir()) if slaves.is_dir() else ():
-        yield from list(_members(slave.resolve())) or [slave.name]
 
 
 def drive_of(path: Path) -> Drive | None:

@@ -26,6 +26,7 @@ from nvme_offload.offload.storage import swap_file
 from nvme_offload.offload.storage.extent import FreeList, Stripe
 from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange, RangeLayout
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.offload.storage.swap_file import SwapFile
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from tests.support.forked import printed
 from tests.support.sandbox import needs_mounts, run_python
@@ -460,3 +461,22 @@ def test_a_file_that_was_exchanged_before_it_is_opened_is_refused(tmp_path):
         path.unlink()
         with pytest.raises(WeightFileError, match=r"it cannot be opened \(ENOENT"):
             tier.extent_in_files(layout)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_space_that_cannot_be_promised_is_written_and_what_is_there_stays(tmp_path, monkeypatch, caplog, code):
+    """EINVAL: the C library writes single bytes then, which direct I/O refuses."""
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(code, os.strerror(code))))
+    monkeypatch.setattr(swap_file, "_PIECE_BYTES", 8192)
+    monkeypatch.setattr(swap_file, "_said_filled", set())
+    (tmp_path / "swap").write_bytes(b"kept" * 1024)
+    os.truncate(tmp_path / "swap", 5 * 4096)
+    (tmp_path / "swap").chmod(0o600)
+    file = SwapFile(tmp_path / "swap", "required", keep=True)
+    for num_pages in (7, 10):
+        file.reserve(num_pages * 4096)
+        assert (tmp_path / "swap").read_bytes() == b"kept" * 1024 + bytes((num_pages - 1) * 4096)
+        assert file.status().st_blocks * 512 >= num_pages * 4096
+    file.close()
+    [said] = caplog.messages
+    assert said.startswith(f"{tmp_path} cannot promise space")
