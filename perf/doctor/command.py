@@ -96,7 +96,7 @@ def doctor(
     """Say what stands in the way of NVMe offload on this machine.
 
     Every finding has a level (ok, note, warning, error), and where it is not ok, what it means and what to type.
-    It writes 1 MiB into a temporary file in each folder and removes it. It writes nothing else.
+    In each folder a small run trains, commits, is killed, and goes on; what it wrote is removed.
 
     Exit status: 0 all is fine (notes included), 1 there are warnings, 2 an error prevents NVMe offload.
     """
@@ -120,7 +120,7 @@ def examine(paths: Sequence[Path], config_file: Path | None = None) -> Report:
         Group("Software", tuple(check_software(config))),
     ]
     examined = dict.fromkeys([*paths, *chain(*config.paths_of_tiers.values())])
-    groups += _examine_paths(list(examined), config, engine)
+    groups += _examine_paths(list(examined), config, probe.usable(config))
     return Report(tuple(groups), engine)
 
 
@@ -155,7 +155,7 @@ def _warned(warning: warnings.WarningMessage) -> Iterator[Finding]:
             name, meaning = "section", "this key has no effect here; it can stay"
 
 
-def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | None) -> list[Group]:
+def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engines: Sequence[str]) -> list[Group]:
     if not paths:
         meaning = "whether a drive suits was not looked at"
         remedy = "name the folder for swap files, as in offload doctor /mnt/nvme0, or a section with --config"
@@ -163,7 +163,7 @@ def _examine_paths(paths: Sequence[Path], config: OffloadConfig, engine: str | N
     groups: list[Group] = []
     by_drive: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        findings, drive = check_path(path, config, engine)
+        findings, drive = check_path(path, config, engines)
         groups.append(Group(f"Path {path}", tuple(findings)))
         if drive:
             by_drive[drive.name].append(str(path))

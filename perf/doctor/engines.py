@@ -21,16 +21,25 @@ CHARGES_RINGS_BEFORE = (5, 12)  # older kernels charge rings to RLIMIT_MEMLOCK, 
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """A probe opened engines, in the order of ``auto`` up to the first that works, and the configured one."""
+    """A probe opened all engines."""
 
-    first: str | None  # name of the engine that ``auto`` takes; None if none works
     refusals: dict[str, str]  # why an engine cannot be opened, by its name
+
+    @property
+    def first(self) -> str | None:
+        """Name of the engine that ``auto`` takes; None if none works."""
+        return next((name for name in ENGINES if name not in self.refusals), None)
 
     def chosen(self, config: OffloadConfig) -> str | None:
         """Name of the engine that this configuration takes; None if it cannot be opened."""
         if config.aio.engine == "auto":
             return self.first
         return None if config.aio.engine in self.refusals else config.aio.engine
+
+    def usable(self, config: OffloadConfig) -> list[str]:
+        """Names of the engines that a run of this configuration may come to use, the first that it takes."""
+        names = ENGINES if config.aio.engine == "auto" else [config.aio.engine]
+        return [name for name in names if name not in self.refusals]
 
 
 def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
@@ -42,17 +51,13 @@ def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
 def probe_engines(config: OffloadConfig) -> EngineProbe:
     """Open and close engines with the configured sizes. Nothing is logged."""
     refusals: dict[str, str] = {}
-    works: set[str] = set()
     for name in ENGINES:
-        if works and name != config.aio.engine:
-            continue
         try:
             open_engine(name, engine_options(config, MIN_ALIGNMENT)).engine.close()
-            works.add(name)
         except (EngineUnavailable, OSError, ValueError) as error:
             reason = error.__cause__ if isinstance(error.__cause__, EngineUnavailable) else error
             refusals[name] = str(reason).rstrip(".")
-    return EngineProbe(next((name for name in ENGINES if name in works), None), refusals)
+    return EngineProbe(refusals)
 
 
 def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding]:

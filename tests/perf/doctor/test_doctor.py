@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import tempfile
 from unittest.mock import Mock
 
 import pytest
@@ -15,28 +14,39 @@ from typer.testing import CliRunner
 
 from nvme_offload import OffloadConfig
 from nvme_offload.aio_native import _native, uring_refusal
-from nvme_offload.offload.host import available_memory
+from nvme_offload.offload.host import available_memory, disks
 from nvme_offload.offload.host import proc as system_files
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.doctor import command, engines, paths
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, print_report, saw
+from nvme_offload.perf.doctor.trial import Seen
 from nvme_offload.perf.measure import drives
+from tests.support.forked import forked_children
 from tests.support.sandbox import IO_URING_CALLS, can_filter, needs_mounts, run_python
 
 app = typer.Typer(add_completion=False)
 app.command()(doctor)
 
 CHILD = """
-import json, sys
+import json, multiprocessing, sys
 from pathlib import Path
 from nvme_offload.perf.doctor.command import examine
+from tests.support import forked
 
+forked.FORKED = multiprocessing.get_context("fork")  # it is confined already
+forked.forked_children().start()
 folders = [Path(folder) for folder in sys.argv[2:]]
 reports = [examine(folders, Path(config) if config else None) for config in sys.argv[1].split(",")]
 json.dump([report.as_dict() for report in reports], sys.stdout)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with forked_children():
+        yield
 
 
 def section_of(path=None, *, engine="auto", **aio):
@@ -61,7 +71,7 @@ def examine(*arguments):
 
 
 def examine_confined(configs, *folders, **confinement):
-    done = run_python(CHILD, ",".join(map(str, configs)), *folders, **confinement)
+    done = run_python(CHILD, ",".join(map(str, configs)), *folders, timeout=280, **confinement)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -88,18 +98,18 @@ class TestHealthyFolder:
         assert os.stat(path).st_nlink == before
         return document | {"path": str(path)}
 
-    def test_no_error_is_found_and_a_sample_went_through_the_engine_that_is_named(self, document):
+    def test_no_error_is_found_and_a_run_went_through_the_engine_that_is_named(self, document):
         assert document["exit_status"] in (0, 1)
         found = findings_of(document)
         assert found["section"]["level"] == "ok"
-        sample = findings_of(document, f"Path {document['path']}")["sample"]
-        assert sample["level"] == "ok"
+        run = findings_of(document, f"Path {document['path']}")["run"]
+        assert run["level"] == "ok"
         assert document["engine"] in found["engine"]["found"]
-        assert document["engine"] in sample["found"]
+        assert document["engine"] in run["found"]
 
     def test_every_question_of_the_page_is_answered(self, document):
         asked = {"kernel", "io_uring", "engine", "memory"}
-        asked |= {"versions", "GPU", "folder", "file system", "direct I/O", "space", "sample"}
+        asked |= {"versions", "GPU", "folder", "file system", "direct I/O", "promised space", "written", "space", "run"}
         assert asked <= set(findings_of(document))
         for finding in findings_of(document).values():
             assert finding["found"]
@@ -181,7 +191,7 @@ class TestConfiguration:
             written = write_config(tmp_path / "c.json", {"bf16": section["bf16"], key: section[key]})
             document = examine("--config", written)
             assert "device" not in findings_of(document, "Configuration")
-            assert findings_of(document, f"Path {place}")["sample"]["level"] == "ok"
+            assert findings_of(document, f"Path {place}")["run"]["level"] == "ok"
 
 
 class TestFolders:
@@ -201,34 +211,46 @@ class TestFolders:
         assert "cannot be written by user" in finding["found"]
         assert "sudo install -d -o" in finding["remedy"]
 
-    def test_nothing_is_left_where_nameless_files_do_not_exist(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(os, "O_TMPFILE", 0)
-        findings, _ = paths.check_path(tmp_path, config_of(), "aiofiles")
-        assert levels(findings)["sample"] is Level.OK
-        assert os.listdir(tmp_path) == []
-
     def test_a_drive_that_fails_meanwhile_is_a_finding(self, tmp_path, monkeypatch):
         monkeypatch.setattr(paths, "check_space", Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
-        findings, _ = paths.check_path(tmp_path, config_of(), None)
+        findings, _ = paths.check_path(tmp_path, config_of(), [])
         assert "Stale file handle" in findings[-1].found
 
-    def test_a_drive_that_changes_data_is_an_error(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(paths.ctypes, "memmove", lambda *arguments: None)  # so zeros are written
-        fd = paths._nameless_file(tmp_path)
-        try:
-            finding = paths.check_sample(fd, config_of(), "aiofiles", 4096, direct=False)
-        finally:
-            os.close(fd)
-        assert (finding.level, finding.meaning) == (
-            Level.ERROR,
-            "this drive, its file system or the engine changes data",
-        )
+    @pytest.mark.parametrize(
+        ("sabotage", "said"),
+        [
+            ("Path(path).write_bytes(os.urandom(Path(path).stat().st_size))", "ResumeError: "),
+            ("Path(path).unlink()", "ResumeError: "),
+            ("shutil.rmtree(Path(path).parent)", "step 2 was committed, and after a kill step 0 was found"),
+        ],
+    )
+    def test_a_drive_that_does_not_keep_what_was_committed_is_an_error(self, tmp_path, sabotage, said):
+        code = f"""
+import json, os, shutil, sys
+from dataclasses import asdict
+from pathlib import Path
+from nvme_offload.perf.doctor import trial
+
+def killed(site, engine, before=trial._killed):
+    failure = before(site, engine)
+    for path in site.folder.glob("*/swap"):
+        {sabotage}
+    return failure
+
+trial._killed = killed
+site = trial.Site(Path(sys.argv[1]), {{}}, ["aiofiles"])
+trial.trial(iter([site]), lambda kind, seen: print(json.dumps(asdict(seen))))
+"""
+        done = run_python(code, tmp_path)
+        assert done.returncode == 0, done.stderr
+        (failure,) = json.loads(done.stdout)["failures"].values()
+        assert said in failure
 
     def test_two_on_one_drive(self, tmp_path, monkeypatch):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         disk = drives.Drive("nvme0n1", None, (), False, "none", 1023, 1280)
-        monkeypatch.setattr(paths, "find_drive", lambda number, mount: disk)
+        monkeypatch.setattr(paths, "drive_of", lambda path: disk)
         finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
         assert finding["level"] == "note"
         assert finding["found"] == f"{tmp_path}/a, {tmp_path}/b are on the same drive, nvme0n1"
@@ -238,63 +260,43 @@ class TestFolders:
     )
     def test_space(self, monkeypatch, blocks, free, level):
         fields = {"f_blocks": blocks, "f_bavail": free, "f_frsize": GiB}
-        monkeypatch.setattr(os, "fstatvfs", lambda fd: type("System", (), fields))
-        assert paths.check_space(0).level is level
+        monkeypatch.setattr(os, "statvfs", lambda path: type("System", (), fields))
+        assert paths.check_space("").level is level
 
 
 class TestFileSystems:
-    @pytest.fixture
-    def on(self, tmp_path, monkeypatch):
-        """The finding about a file system of a kind that this machine need not have."""
-        fd = paths._nameless_file(tmp_path)
-        monkeypatch.setattr(paths, "_refuses_fallocate", lambda fd: "")
-
-        def check(kind, *options):
-            return paths.check_file_system(fd, system_files.Mount(1, "/", "/mnt", kind, "x", options))
-
-        yield check
-        os.close(fd)
+    @pytest.mark.parametrize(
+        "kind", ["ext4", "xfs", "overlay", "nfs4", "cifs", "9p", "virtiofs", "fuse.sshfs", "lustre"]
+    )
+    def test_what_a_trial_cannot_show_is_said_by_kind(self, kind):
+        finding = paths.check_file_system(system_files.Mount(1, "/", "/mnt", kind, "x", ()))
+        is_local = kind in ("ext4", "xfs", "overlay")
+        assert finding.level is (Level.OK if is_local else Level.WARNING)
+        assert is_local or "on another machine" in finding.meaning
 
     @pytest.mark.parametrize(
-        ("kind", "words"),
+        ("came", "expected"),
         [
-            *[(kind, "") for kind in ("ext4", "xfs", "f2fs")],
-            *[(kind, "copy-on-write: it cannot promise space") for kind in ("btrfs", "zfs", "bcachefs")],
-            *[(kind, "on another machine") for kind in ("nfs4", "cifs", "9p", "virtiofs", "fuse.sshfs", "lustre")],
-            *[(kind, "host memory, not a drive") for kind in ("tmpfs", "ramfs")],
+            ({}, {}),
+            ({"moved": True}, {"promised space": Level.WARNING}),
+            ({"moved": None}, {"promised space": Level.NOTE}),
+            ({"num_cached": 7}, {"direct I/O": Level.WARNING}),
+            ({"num_cached": 7, "direct": "disabled"}, {"direct I/O": Level.NOTE}),
+            ({"reached_bytes": 0}, {"written": Level.WARNING}),
+            ({"reached_bytes": None}, {"written": Level.NOTE}),
+            ({"said": ["it is memory"]}, {"run says": Level.WARNING}),
+            ({"failures": {"b": "no"}}, {"run": Level.WARNING}),
+            ({"failures": {"a": "no"}}, {"run": Level.ERROR}),
         ],
     )
-    def test_good_and_bad_ones(self, on, kind, words):
-        assert on(kind).level is (Level.WARNING if words else Level.OK)
-        assert words in on(kind).meaning
-
-    def test_a_container_layer_is_to_be_looked_below(self, on):
-        assert on("overlay").level is Level.NOTE
-
-    def test_one_that_cannot_reserve(self, on, monkeypatch):
-        monkeypatch.setattr(paths, "_refuses_fallocate", lambda fd: "fallocate: EOPNOTSUPP")
-        assert "cannot promise space (fallocate: EOPNOTSUPP)" in on("ext4").meaning
-
-    @pytest.mark.parametrize(
-        ("policy", "level"), [("required", Level.ERROR), ("optional", Level.WARNING), ("disabled", Level.NOTE)]
-    )
-    def test_a_refused_direct_io_is_judged_by_the_policy(self, policy, level):
-        assert paths.no_direct_io(errno.EINVAL, config_of(direct=policy)).level is level
-
-    def test_direct_io_that_opens_and_is_none(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(paths, "reported_alignment", lambda fd: (0, 0))
-        with tempfile.TemporaryFile(dir=tmp_path) as file:
-            (strict,) = paths._check_io(file.fileno(), config_of(), "aiofiles")
-            lenient, sample = paths._check_io(file.fileno(), config_of(direct="optional"), "aiofiles")
-        assert (strict.level, lenient.level, sample.level) == (Level.ERROR, Level.WARNING, Level.OK)
-        assert "although O_DIRECT is taken" in strict.found
-        assert "direct I/O" not in sample.found
-
-    def test_a_block_size_that_the_drive_cannot_take(self):
-        finding = paths.check_alignment((512, 65536), config_of(block_size="4KiB"))
-        assert (finding.level, finding.remedy) == (Level.ERROR, "write a multiple of 64 KiB for aio.block_size")
-        assert paths.check_alignment((512, 512), config_of()).level is Level.OK
-        assert "not reported" in paths.check_alignment(None, config_of()).found
+    def test_what_came_of_a_trial_is_what_is_said(self, came, expected):
+        config = config_of(direct=came.pop("direct", "required"))
+        seen = Seen(
+            **{"alignment": (512, 512), "num_cached": 0, "written_bytes": 8, "reached_bytes": 8, "moved": False} | came
+        )
+        findings = [finding for finding in paths.check_trial(seen, ["a", "b"], config) if finding.level is not Level.OK]
+        assert levels(findings) == expected
+        assert all(finding.meaning for finding in findings)
 
     @needs_mounts
     def test_memory_file_systems_for_real(self, tmp_path):
@@ -305,16 +307,16 @@ class TestFileSystems:
         strict, optional = examine_confined(
             ["", lenient], tmpfs, ramfs, mounts={tmpfs: "tmpfs", ramfs: "ramfs"}, memlock_bytes=None
         )
-        for folder in (tmpfs, ramfs):
-            finding = findings_of(strict, f"Path {folder}")["file system"]
-            assert finding["level"] == "warning"
-            assert finding["found"].startswith(f"{folder.name}, ")
-            assert "host memory" in finding["meaning"]
-        refused = findings_of(strict, f"Path {ramfs}")
-        assert (refused["direct I/O"]["level"], strict["exit_status"]) == ("error", 2)
-        assert "sample" not in refused
-        allowed = findings_of(optional, f"Path {ramfs}")
-        assert (allowed["direct I/O"]["level"], allowed["sample"]["level"]) == ("warning", "ok")
+        held, refused, allowed = (findings_of(document, f"Path {folder}") for document, folder in (
+            (strict, tmpfs), (strict, ramfs), (optional, ramfs)
+        ))  # fmt: skip
+        assert (held["run"]["level"], held["run says"]["level"]) == ("ok", "warning")
+        assert f"nvme_path {tmpfs} is on tmpfs, which is memory" in held["run says"]["found"]
+        assert (refused["run"]["level"], strict["exit_status"]) == ("error", 2)
+        assert "this file system has no direct I/O (O_DIRECT)" in refused["run"]["found"]
+        assert (allowed["run"]["level"], allowed["run says"]["level"], allowed["direct I/O"]["level"]) == (
+            "ok", "warning", "warning"
+        )  # fmt: skip
         assert allowed["space"]["found"] == "not counted by this file system"
         assert optional["exit_status"] == 1
 
@@ -324,7 +326,7 @@ def sys_tree(tmp_path, monkeypatch):
     """A /sys in which `make` puts drives."""
     root = tmp_path / "sys"
     (root / "dev/block").mkdir(parents=True)
-    monkeypatch.setattr(drives, "SYS", root)
+    monkeypatch.setattr(disks, "SYS", root)
 
     def make(number, name, partition=None, members=(), **queue):
         disk = root / "devices" / name
@@ -356,7 +358,7 @@ class TestDrives:
 
     @pytest.mark.parametrize(
         ("name", "level"),
-        [("sda", Level.WARNING), ("vda", Level.NOTE), ("loop0", Level.NOTE), ("zram0", Level.WARNING)],
+        [("sda", Level.WARNING), ("vda", Level.NOTE), ("loop0", Level.NOTE)],
     )
     def test_drives_that_are_not_nvme(self, sys_tree, name, level):
         finding = next(paths.check_drive(sys_tree("8:0", name, rotational=1)))
@@ -480,7 +482,7 @@ class TestEngines:
         assert "seccomp filter active" in finding["found"]
         assert "seccomp=unconfined" in finding["remedy"]
         assert "auto takes aiofiles, because io_uring and pyuring" in findings_of(auto)["engine"]["found"]
-        assert findings_of(auto)["sample"]["found"].startswith("1 MiB through aiofiles")
+        assert findings_of(auto)["run"]["found"].endswith("through aiofiles")
         assert (named["exit_status"], named["engine"]) == (2, None)
         choice = findings_of(named)["engine"]
         assert (choice["level"], choice["remedy"]) == (
@@ -497,7 +499,7 @@ class TestEngines:
     def test_a_build_without_liburing(self, monkeypatch):
         why = "the package was built without liburing. Install its development files"
         monkeypatch.setattr(engines, "probe_errno", lambda entries: 0)
-        probe = engines.EngineProbe("pyuring", {"io_uring": why})
+        probe = engines.EngineProbe({"io_uring": why})
         found = {finding.check: finding for finding in engines.check_engines(config_of(), probe)}
         assert (found["C++ engine"].level, found["C++ engine"].remedy) == (Level.WARNING, why)
         assert found["engine"].found == "auto takes pyuring, because io_uring cannot be opened"
