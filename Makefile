@@ -12,7 +12,7 @@ ARGS ?=
 WORKERS ?= 3
 STATIC := tests/test_tidy.py tests/test_exports.py tests/test_site.py
 
-.PHONY: demo test check bench compare sanitize clients triton hosts docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients triton hosts filesystems docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -59,6 +59,10 @@ triton: setup
 # Several hosts, as network namespaces: all tests of them, which need root.
 hosts: setup
 	$(BIN)/python -m pytest -m "slow or not slow" -k hosts tests/test_hosts.py tests/optim/durable/test_killed_steps.py $(ARGS)
+
+# A training on every file system that this kernel and its tools can make, as root; writes the table of docs/storage.md.
+filesystems: setup
+	WRITE_FILE_SYSTEMS=docs/storage.md $(BIN)/python -m pytest -m "slow or not slow" tests/test_file_systems.py $(ARGS)
 
 # All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
 clients:
