@@ -22,6 +22,47 @@ def begin_at(root: Any) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+class Freezing:
+    """Parameters of a model are frozen and unfrozen as well while FSDP2 shows gathered ones in their place.
+
+    ``FSDPParam.to_unsharded`` copies ``requires_grad`` from the shard. What is said afterwards of either is lost: of
+    the gathered one when it is freed (``FSDPParamGroup._to_sharded``), of the shard as long as it is not, which is how
+    an evaluation leaves the root, and every part of stages 0 to 2.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._agreed: WeakKeyDictionary[Any, list[bool]] = WeakKeyDictionary()
+        """The value that both had when they were last the same, by group."""
+        for group in {id(group): group for module in root.modules() for group in fsdp_param_groups(module)}.values():
+            group._to_unsharded = partial(self._after, group, group._to_unsharded)
+            group._to_sharded = partial(self._before, group, group._to_sharded)
+        root.register_forward_pre_hook(self._agree_everywhere, prepend=True)
+
+    def _after(self, group: Any, to_unsharded: Callable[[], None]) -> None:
+        to_unsharded()
+        self._agreed[group] = [record.sharded_param.requires_grad for record in group.fsdp_params]
+
+    def _before(self, group: Any, to_sharded: Callable[[], None]) -> None:
+        self._agree(group)
+        to_sharded()
+
+    def _agree_everywhere(self, *_: object) -> None:
+        for group in list(self._agreed):
+            self._agree(group)
+
+    def _agree(self, group: Any) -> None:
+        """Set both as the one that was changed."""
+        if not group.is_unsharded or group not in self._agreed:
+            return
+        agreed = self._agreed[group]
+        for at, record in enumerate(group.fsdp_params):
+            both = record.sharded_param, record._unsharded_param
+            if both[0].requires_grad is not both[1].requires_grad:
+                for param in both:
+                    param.requires_grad_(not agreed[at])
+            agreed[at] = both[0].requires_grad
+
+
 def drop_unsharded_grads(model: torch.nn.Module) -> None:
     """Forget the gradients that FSDP2 keeps before it reduces them: accumulated, or left by a pass that was cut off.
 

@@ -16,6 +16,9 @@ STAGING = ".nvme-offload-export"
 
 WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The two files of an adapter, by PEFT's names."""
+
 _LOCK = "lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -80,7 +83,7 @@ class HiddenFolder:
     def _clear(self) -> None:
         """Remove the files that an export puts there; never anybody else's, and nothing through a link."""
         for entry in list(os.scandir(self._path)):
-            if WEIGHT_FILE.fullmatch(entry.name) or entry.name == INDEX_FILE:
+            if WEIGHT_FILE.fullmatch(entry.name) or entry.name in (INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG):
                 os.unlink(entry.path)
 
 

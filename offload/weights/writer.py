@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.errors import HalfRenamedError
 from nvme_offload.offload.progress import progress
@@ -25,12 +26,13 @@ from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
-from nvme_offload.offload.weights.staging import WEIGHT_FILE, HiddenFolder
+from nvme_offload.offload.weights.staging import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHT_FILE, HiddenFolder
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _PIECE_NUMEL = 1 << 22
 _METADATA = "__metadata__"
 _MAX_OFFSET = 2**64
+_ALONE = (SINGLE_FILE, ADAPTER_FILE)
 
 
 @dataclass
@@ -52,7 +54,7 @@ class _Shard:
 
     def header(self) -> bytes:
         """The header of the file, of one length whatever the digest. A file that is alone needs no digest."""
-        metadata = {"format": "pt"} if self.name == SINGLE_FILE else {"format": "pt", DIGEST: self.digest}
+        metadata = {"format": "pt"} if self.name in _ALONE else {"format": "pt", DIGEST: self.digest}
         described: dict[str, Any] = {_METADATA: metadata}
         at = 0
         for name, tensor, dtype in self.entries:
@@ -109,6 +111,7 @@ def write_sharded(
     stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
     writes: bool | None = None,
+    adapter_config: bytes | None = None,
 ) -> list[Path]:
     """Write tensors as ``model.safetensors``, or as numbered shards and ``model.safetensors.index.json``.
 
@@ -128,6 +131,8 @@ def write_sharded(
             every rank calls it, and must raise the same. By default the tensor itself.
         group: the ranks that have the tensors; None: all.
         writes: whether this rank writes all of them, as one of each host may; by default rank 0.
+        adapter_config: the content of PEFT's ``adapter_config.json``. The tensors are an adapter then: all of them go
+            to ``adapter_model.safetensors`` beside it, and no other file is touched.
 
     Returns:
         The files, in order.
@@ -138,8 +143,9 @@ def write_sharded(
             (ENOSPC; bytes needed and free). Nothing was left behind, and an earlier export is as it was.
         HalfRenamedError: it failed at the very end, between two renames.
     """
-    shards = _plan(list(items), dtype, max_shard_bytes)
-    export = _Export(user_path(path), shards, stored, group, writes)
+    single, most = (SINGLE_FILE, max_shard_bytes) if adapter_config is None else (ADAPTER_FILE, _MAX_OFFSET)
+    shards = _plan(list(items), dtype, most, single)
+    export = _Export(user_path(path), shards, stored, group, writes, adapter_config)
     try:
         export.do(export.make_room)
         export.agree()
@@ -163,6 +169,7 @@ class _Export:
         stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor] | None,
         group: dist.ProcessGroup | None,
         writes: bool | None,
+        adapter_config: bytes | None,
     ) -> None:
         self.folder = folder
         self._stored = stored or (lambda name, tensor, dtype: tensor)
@@ -172,7 +179,7 @@ class _Export:
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._staging: HiddenFolder | None = None
-        self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self._adapter_config = adapter_config
         self._writes = self._alone or (dist.get_rank(group) == 0 if writes is None else writes)
         self._error: OSError | None = None
         self._renaming = False
@@ -212,6 +219,35 @@ class _Export:
         self.do(self._complete, shard)
 
     def put_in_place(self) -> None:
+        """Rename what is complete, and let go of the hidden folder."""
+        if self._adapter_config is None:
+            self._put_weights()
+        else:
+            with DeferredInterrupt():
+                self._put_adapter(self._adapter_config)
+        self._temporary.remove()  # before other ranks hear that all is done
+
+    def _put_adapter(self, config: bytes) -> None:
+        """Rename; at every moment the folder holds the old adapter, the new one, or one without its config.
+
+        Where the config stays as it is, there is one rename, and no third case. PEFT loads nothing without a config.
+        """
+        file = self.folder / ADAPTER_CONFIG
+        changes = not file.is_file() or file.read_bytes() != config
+        if changes:
+            self._open(ADAPTER_CONFIG, config)
+            self._finish()
+            file.unlink(missing_ok=True)
+            self._renaming = True
+            sync_folder(self.folder)
+        self._temporary.path(ADAPTER_FILE).replace(self.folder / ADAPTER_FILE)
+        sync_folder(self.folder)
+        if changes:
+            self._temporary.path(ADAPTER_CONFIG).replace(file)
+            sync_folder(self.folder)
+        self._renaming = False
+
+    def _put_weights(self) -> None:
         """Rename; at every moment the folder holds the old export, the new one, or shards without an index.
 
         Each step is on the drive before the next begins, so this holds after a power loss, too. If a rename fails, or
@@ -233,7 +269,6 @@ class _Export:
         self._renaming = False
         self._remove_earlier(single)
         sync_folder(self.folder)
-        self._temporary.remove()  # before other ranks hear that all is done
 
     def clean_up(self) -> None:
         """Close and remove what is not in place."""
@@ -241,6 +276,10 @@ class _Export:
             self._file.close()
         if self._staging is not None:
             self._staging.remove()
+
+    @property
+    def _alone(self) -> bool:
+        return not dist.is_initialized() or dist.get_world_size(self._group) == 1
 
     @property
     def _total(self) -> int:
@@ -320,7 +359,9 @@ class _Export:
         self._file = None
 
 
-def _plan(items: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, max_shard_bytes: int) -> list[_Shard]:
+def _plan(
+    items: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, max_shard_bytes: int, single: str
+) -> list[_Shard]:
     shards = [_Shard()]
     names: set[str] = set()
     for name, tensor in items:
@@ -338,7 +379,7 @@ def _plan(items: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, 
             shards.append(_Shard())
         shards[-1].add(name, tensor, stored, header_bytes)
     for number, shard in enumerate(shards, 1):
-        shard.name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard.name = single if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     return shards
 
 

@@ -38,9 +38,15 @@ def revert_of(model: nn.Module) -> Revert | None:
     library: Any = sys.modules.get("transformers.modeling_utils")
     if not hasattr(library, "revert_weight_conversion") or not isinstance(model, library.PreTrainedModel):
         return None
-    plain: Any = object.__new__(next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)))
+    plain: Any = object.__new__(plain_class(model))
     vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
     return partial(library.revert_weight_conversion, plain)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before FSDP2 gave it one of its own."""
+    kinds: Any = type(module).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))  # type: ignore[no-any-return]
 
 
 def regions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Region]]:

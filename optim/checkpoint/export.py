@@ -1,7 +1,8 @@
 """Weights as safetensors files, in the layout of Hugging Face: gathered one parameter at a time, written by rank 0."""
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, HalfRenamedError, SwapIOError
-from nvme_offload.offload.weights.writer import weight_items, whole_of, write_sharded
+from nvme_offload.offload.weights.writer import named_tensors, weight_items, whole_of, write_sharded
 from nvme_offload.optim.checkpoint import files
 from nvme_offload.optim.checkpoint.contents import MODEL
+from nvme_offload.optim.checkpoint.peft_files import adapter_of, config_of, merged, names_of
 from nvme_offload.optim.checkpoint.published import Conversion, as_they_are, conversions_of, kinds_of
 from nvme_offload.optim.checkpoint.storage import VerifiedReader, read_metadata
 from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
@@ -37,6 +39,7 @@ def export_safetensors(
     writes: bool | None = None,
     frozen: bool = True,
     published: bool = True,
+    merge: bool | str | Sequence[str] = False,
 ) -> list[Path]:
     """Write parameters and buffers; see `OffloadEngine.export_safetensors`. `own` has the forward's dtypes, by name.
 
@@ -44,42 +47,120 @@ def export_safetensors(
     """
     is_left_out = {id(param) for param in model.parameters() if not (frozen or param.requires_grad)}
     tensors = {name: tensor for name, tensor in weight_items(model) if id(tensor) not in is_left_out}
+    sources = _Sources.of(model, tensors, own, group)
+    if merge:
+        adapters = names_of(model, "export_safetensors(merge=...)", None if merge is True else merge)
+        if not frozen:
+            raise ValueError("engine.export_safetensors: frozen=False leaves out the base that merge=... merges into")
+        sources = sources.merged(None if merge is True else adapters)
+    dtypes = dtypes_in_files(dtype, sources.own, sources.kinds)
+    conversions = _conversions_of(sources.model, sources.kinds, dtypes, published=published)
+    whole = sources.whole
+    stored = _in_turn(conversions, lambda name: whole(name, dtypes[name]))
+    return write_weights(folder, _kinds_in(conversions), stored, max_shard_bytes, group, writes)
 
-    dtypes = dtypes_in_files(dtype, own, _shapes_of(tensors))
-    conversions = _conversions_of(model, tensors, dtypes, published=published)
+
+@dataclass(frozen=True)
+class _Sources:
+    """Files are made of these: the tensors of a model, or of its base with adapters merged into it."""
+
+    model: nn.Module
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
+    """Shape and dtype of each as it is, by name."""
+    own: Mapping[str, torch.dtype]
+    """The forward's dtypes, by name."""
+    whole: Callable[[str, torch.dtype], torch.Tensor]
+    """It gives one in a dtype, each once; on every rank."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        own: Mapping[str, torch.dtype],
+        group: dist.ProcessGroup | None,
+    ) -> "_Sources":
+        """Return these tensors of a model."""
+        return cls(model, _shapes_of(tensors), own, lambda name, dtype: _whole(name, tensors[name], dtype, group))
+
+    def merged(self, adapters: Sequence[str] | None) -> "_Sources":
+        """Return the weights of the base, into which adapters are merged as they are, before any cast."""
+        base, parts, was = merged(self.model, _metas_of(self.kinds), adapters)
+        stored = _in_turn(parts, lambda name: self.whole(name, self.kinds[name][1]))
+        own = {name: self.own[source] for name, source in was.items() if source in self.own}
+        return _Sources(base, _kinds_in(parts), own, lambda name, dtype: checked_cast(name, stored(name), dtype))
+
+
+def _kinds_in(conversions: Iterable[Conversion]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: kind for conversion in conversions for name, kind in kinds_of(conversion.made).items()}
+
+
+def _in_turn(conversions: Sequence[Conversion], whole: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Return what gives each tensor that is made, once; those of one conversion follow each other."""
     conversion_of = {name: conversion for conversion in conversions for name in conversion.made}
     made: dict[str, torch.Tensor] = {}
 
-    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        if name not in made:  # those of one conversion follow each other
-            made.update(
-                conversion_of[name].values(lambda source: _whole(source, tensors[source], dtypes[source], group))
-            )
+    def stored(name: str) -> torch.Tensor:
+        if name not in made:
+            made.update(conversion_of[name].values(whole))
         return made.pop(name)
 
-    kinds = {name: each for conversion in conversions for name, each in kinds_of(conversion.made).items()}
-    return write_weights(folder, kinds, stored, max_shard_bytes, group, writes)
+    return stored
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: Path,
+    adapters: str | Iterable[str] | None,
+    dtype: str,
+    own: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup | None = None,
+    writes: bool | None = None,
+) -> list[Path]:
+    """Write adapters of PEFT; see `OffloadEngine.save_adapter`. The others as for `export_safetensors`."""
+    names, written = names_of(model, "save_adapter", adapters), list[Path]()
+    tensors, tied = named_tensors(model)
+    tensors |= {name: tensors[first] for name, first in tied.items()}
+    own = {**own, **{name: own[first] for name, first in tied.items() if first in own}}
+    sources = _Sources.of(model, tensors, own, group)
+    dtypes = dtypes_in_files(dtype, own, sources.kinds)
+    metas = _metas_of({name: (shape, dtypes[name]) for name, (shape, _) in sources.kinds.items()})
+    for name in names:
+        conversions = on_every_rank(partial(adapter_of, model, name, metas), group)
+        stored = _in_turn(conversions, lambda name: sources.whole(name, dtypes[name]))
+        config = config_of(model, name)
+        place = folder if name == "default" else folder / name
+        written += write_weights(place, _kinds_in(conversions), stored, 1, group, writes, config)
+    return written
 
 
 def _conversions_of(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], *, published: bool
+    model: nn.Module,
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    published: bool,
 ) -> list[Conversion]:
     """Return how to make the files of tensors in these dtypes, with the names that are `published` or the model's."""
-    metas = {name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta") for name, tensor in tensors.items()}
+    metas = _metas_of({name: (shape, dtypes[name]) for name, (shape, _) in kinds.items()})
     return conversions_of(model, metas) if published else as_they_are(metas)
+
+
+def _metas_of(kinds: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in kinds.items()}
 
 
 def weights_of(
     model: nn.Module, dtype: str, own: Mapping[str, torch.dtype], group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Return name and whole value of each parameter and buffer, one at a time; see `export_safetensors`."""
-    tensors = dict(weight_items(model))
-    dtypes = dtypes_in_files(dtype, own, _shapes_of(tensors))
+    sources = _Sources.of(model, dict(weight_items(model)), own, group)
+    dtypes = dtypes_in_files(dtype, own, sources.kinds)
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for conversion in _conversions_of(model, tensors, dtypes, published=True):
+        for conversion in _conversions_of(model, sources.kinds, dtypes, published=True):
             with torch.no_grad():
-                made = conversion.values(lambda source: _whole(source, tensors[source], dtypes[source], group))
+                made = conversion.values(lambda name: sources.whole(name, dtypes[name]))
             while made:
                 yield (name := next(iter(made))), made.pop(name)
 
@@ -119,24 +200,33 @@ def dtypes_in_files(
 
 def write_weights(
     folder: Path,
-    tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
-    stored: Callable[[str, torch.Tensor, torch.dtype], torch.Tensor],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    stored: Callable[[str], torch.Tensor],
     max_shard_bytes: int,
     group: dist.ProcessGroup | None = None,
     writes: bool | None = None,
+    adapter_config: bytes | None = None,
 ) -> list[Path]:
-    """Write tensors of these shapes in these dtypes; `stored` gives each when it is its turn."""
+    """Write tensors of these shapes and dtypes; `stored` gives each when it is its turn."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes}: must be positive")
-    items = [(name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in tensors.items()]
     try:
         return write_sharded(
-            folder, items, dtype=None, max_shard_bytes=max_shard_bytes, stored=stored, group=group, writes=writes
+            folder,
+            _metas_of(kinds).items(),
+            dtype=None,
+            max_shard_bytes=max_shard_bytes,
+            stored=lambda name, *_: stored(name),
+            group=group,
+            writes=writes,
+            adapter_config=adapter_config,
         )
     except SwapIOError:  # of a tier, and it says so itself
         raise
     except HalfRenamedError as error:
         left = "some of its shards are in place, perhaps over earlier ones, without the index that makes them readable"
+        if adapter_config is not None:
+            left = "the adapter has no adapter_config.json there, and PEFT loads nothing without it"
         raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "", left) from error
     except OSError as error:
         raise CheckpointWriteError(error.errno or errno.EIO, folder, error.strerror or "") from error

@@ -30,9 +30,7 @@ class Conversion:
             return dict(zip(self.made, wholes.values(), strict=True))
         made = self.revert(wholes)
         if {name: (each.shape, each.dtype) for name, each in made.items()} != kinds_of(self.made):
-            raise ValueError(
-                f"transformers makes other tensors of {', '.join(self.sources)} alone than of all together"
-            )
+            raise ValueError(f"other tensors are made of {', '.join(self.sources)} alone than were of all together")
         return dict(made)
 
 
@@ -48,7 +46,7 @@ def conversions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
     """
     if (revert := revert_of(model)) is not None:
         try:
-            return _planned(revert, tensors)
+            return conversions_by(revert, tensors)
         except Exception as error:
             kind = type(model).__name__
             what = f"transformers cannot turn the weights of this {kind} into the published ones ({error})"
@@ -61,8 +59,14 @@ def as_they_are(tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
     return [Conversion([name], {name: tensor}, None) for name, tensor in tensors.items()]
 
 
-def _planned(revert: Revert, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+def conversions_by(revert: Revert, tensors: Mapping[str, torch.Tensor], *, uses_all: bool = True) -> list[Conversion]:
+    """Return how `revert` makes tensors of these on meta, told of few at a time.
+
+    ValueError if it should use all and makes nothing of one of them; LookupError if it makes a tensor of none of them.
+    """
     made: Any = revert({name: _Traced.of(name, tensor) for name, tensor in tensors.items()})
+    if of_none := [name for name, each in made.items() if not getattr(each, "sources", None)]:
+        raise LookupError(f"{of_none[0]} is made of none of these tensors")
     sets: dict[str, set[str]] = {name: {name} for name in tensors}
     for each in made.values():
         joined = set().union(*(sets[name] for name in each.sources))
@@ -72,6 +76,8 @@ def _planned(revert: Revert, tensors: Mapping[str, torch.Tensor]) -> list[Conver
         sources = [each for each in tensors if each in sets[name]] if len(sets[name]) > 1 else [name]
         if sources[0] == name:
             targets: Any = {new: each for new, each in made.items() if sets[next(iter(each.sources))] is sets[name]}
+            if not targets and not uses_all:
+                continue
             if not targets:
                 raise ValueError(f"nothing is made of {name}")
             is_same = len(targets) == 1 and next(iter(targets.values())).is_untouched

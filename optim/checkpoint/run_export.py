@@ -42,14 +42,14 @@ def export_weights(step: CommittedStep, folder: Path, dtype: str, max_shard_byte
     dtypes = dtypes_in_files(dtype, {name: param.dtype for name, param in params.items()}, tensors)
     weights = _Weights(step, COMPUTED if torch.bfloat16 in dtypes.values() else "master")
 
-    def stored(name: str, _: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    def stored(name: str) -> torch.Tensor:
         if name in params:
-            return weights.whole(name, params[name], wanted)
-        return checked_cast(name, buffers[name], wanted)
+            return weights.whole(name, params[name], dtypes[name])
+        return checked_cast(name, buffers[name], dtypes[name])
 
+    kinds = {name: (shape, dtypes[name]) for name, (shape, _) in tensors.items()}
     with _NothingLeft(folder), torch.no_grad():
-        in_files = {name: (shape, dtypes[name]) for name, (shape, _) in tensors.items()}
-        return write_weights(folder, in_files, stored, max_shard_bytes)
+        return write_weights(folder, kinds, stored, max_shard_bytes)
 
 
 class _Weights:

@@ -26,7 +26,7 @@ from nvme_offload.offload.warn import door
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import begin_save
 from nvme_offload.optim.checkpoint.contents import Wanted
-from nvme_offload.optim.checkpoint.export import export_safetensors, weights_of
+from nvme_offload.optim.checkpoint.export import export_safetensors, save_adapter, weights_of
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.durable.identity import ModelRecord
@@ -682,6 +682,7 @@ class OffloadEngine:
         *,
         frozen: bool = True,
         published: bool = True,
+        merge: bool | str | Sequence[str] = False,
     ) -> list[Path]:
         """Write the weights as safetensors in Hugging Face's layout; every rank must call it.
 
@@ -694,13 +695,16 @@ class OffloadEngine:
             frozen: whether parameters that require no gradient are written.
             published: whether a model of transformers that holds weights fused, as experts, or under other names than
                 are published, is written as `save_pretrained` does. False: as it is, which `initialize` loads.
+            merge: write the base alone, into which adapters of PEFT are merged, one layer in memory at a time: the
+                active ones, or these by name. PEFT merges the masters; `dtype` is what they are cast to then.
 
         Returns:
             The files.
 
         Raises:
-            ValueError: the module is one stage of a pipeline, an argument cannot be used, or a weight is too large for
-                fp16.
+            TypeError: `merge` for a model without adapters of PEFT.
+            ValueError: the module is one stage of a pipeline, an argument cannot be used, a weight is too large for
+                fp16, or PEFT cannot merge the adapters of a layer. Nothing was written.
             CheckpointWriteError: the files could not be written. Nothing is left, unless a rename failed at the very
                 end; it says so.
         """
@@ -711,7 +715,37 @@ class OffloadEngine:
             )
         folder, most = _folder(dir, "export_safetensors"), parse_bytes(max_shard_bytes)
         own, writes = self.precision_plan.own, CheckpointSite.of(self._training).is_keeper
-        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes, frozen, published)
+        return export_safetensors(self.module, folder, dtype, most, own, self._group, writes, frozen, published, merge)
+
+    def save_adapter(
+        self,
+        dir: str | Path,  # noqa: A002  # as above
+        adapters: str | Iterable[str] | None = None,
+        *,
+        dtype: str = "fp32",
+    ) -> list[Path]:
+        """Write adapters of PEFT in its own format, which `PeftModel.from_pretrained` loads; every rank must call it.
+
+        These are ``adapter_model.safetensors`` and ``adapter_config.json``: of the adapter ``default`` in `dir`, of
+        others in folders of their names below it. Each adapter replaces an earlier one when it is complete. What the
+        training has of it in memory is one tensor at a time, and nothing of the base is read.
+
+        Args:
+            dir: as for `export_safetensors`.
+            adapters: their names; None: all.
+            dtype: as for `export_safetensors`: ``own`` is what the forward computes with.
+
+        Returns:
+            The files with tensors.
+
+        Raises:
+            TypeError: the model has no adapters of PEFT.
+            ValueError: one has no such name, `dtype` is unknown, or PEFT takes the values of a method from elsewhere.
+            CheckpointWriteError: they could not be written. The adapter before is whole, unless the error says that a
+                rename failed at the very end.
+        """
+        folder, writes = _folder(dir, "save_adapter"), CheckpointSite.of(self._training).is_keeper
+        return save_adapter(self.module, folder, adapters, dtype, self.precision_plan.own, self._group, writes)
 
     def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
         """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nvme_offload.offload._fsdp_passes import begin_at
+from nvme_offload.offload._fsdp_passes import Freezing, begin_at
 from nvme_offload.offload._torch_private import has_accumulation_hooks, local_tensor
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
 from nvme_offload.offload.activations.blocks import find_blocks
@@ -241,6 +241,7 @@ class _Making:
         made.store.blocks.beside = [param for name, param in self.model.named_parameters() if name not in found]
         made.place()
         begin_at(self.model)
+        Freezing(self.model)
         log_groups(self.groups, made)
         if self.chosen is not None:
             self.chosen.tell(made.tier_plan)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import refuse_ddp
+from nvme_offload.optim.checkpoint.peft_files import has_adapters
 
 
 def refuse_what_needs_whole_weights(model: nn.Module) -> None:
@@ -48,11 +49,16 @@ def _save_pretrained(module: nn.Module, save: Callable[..., Any], *args: Any, **
     third = args[2] if len(args) > 2 and isinstance(args[2], Mapping) else {}
     given = (kwargs.get("state_dict") or third).values()
     if _has_shards(module.parameters()) and (not given or _has_shards(given)):
+        if has_adapters(module):
+            raise TypeError(
+                f"{type(module).__name__}.save_pretrained: the parameters are sharded. Call engine.save_adapter(folder)"
+                " on every rank, which writes the adapters as PEFT does. engine.export_safetensors(folder, merge=True) "
+                "writes the base with the adapters merged into it"
+            )
         raise TypeError(
             f"{type(module).__name__}.save_pretrained: the parameters are sharded, and it writes whole ones: give it "
-            "state_dict=dict(engine.weights()), and is_main_process=rank == 0, on every rank. Of adapters that is "
-            '{name: value for name, value in engine.weights("fp32") if "lora_" in name}. engine.export_safetensors('
-            "folder) writes all weights one by one, without one copy of them in memory"
+            "state_dict=dict(engine.weights()), and is_main_process=rank == 0, on every rank. "
+            "engine.export_safetensors(folder) writes all weights one by one, without one copy of them in memory"
         )
     return save(*args, **kwargs)
 

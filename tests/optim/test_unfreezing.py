@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from nvme_offload import get_full_param, initialize, set_full_param
 from tests.support.pairs import each_value_once
 from tests.support.ranks import run_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import assert_same, full_state, loss_of
 from tests.support.small_engine import BF16, FP16, backward, fresh_model, section
 from tests.support.tiers import EVERYTHING, Model, train_step
 from tests.support.tiers import section as section_of_tiers
@@ -54,6 +54,32 @@ def test_an_unfrozen_layer_trains_from_its_first_gradient_on(alone, tmp_path, mo
 
 def test_two_ranks():
     run_ranks(compare, 2, [section(2, None, **MIXED)])
+
+
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+@pytest.mark.parametrize("through", ["the module", "its shards"])
+def test_what_is_frozen_and_unfrozen_after_an_evaluation_is_what_trains(alone, stage, through):
+    """FSDP2 shows gathered copies then: of all that is not freed after a forward, as the root."""
+
+    def run(*, evaluates):
+        model = fresh_model()
+        first, second = model.blocks[0], model.embedding
+        first.requires_grad_(False)
+        with initialize(model, section(stage, **BF16)) as engine:
+            shards = {module: list(module.parameters()) for module in (first, second)}
+            for step in range(STEPS):
+                if step == UNFROZEN_AT:
+                    if evaluates:
+                        with torch.no_grad():
+                            loss_of(engine, 0, step, 0)
+                    for module, trains in ((first, True), (second, False)):
+                        for param in shards[module] if through == "its shards" else module.parameters():
+                            param.requires_grad_(trains)
+                backward(engine, 0, step)
+                engine.step()
+            return full_state(engine.module, engine.optimizer)
+
+    assert_same(run(evaluates=True), run(evaluates=False))
 
 
 @pytest.mark.parametrize(

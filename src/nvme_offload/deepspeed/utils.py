@@ -251,7 +251,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         most = parse_bytes(max_shard_size) if max_shard_size is not None else sys.maxsize
         kinds = {name: (value.shape, value.dtype) for name, value in weights.items()}
-        write_weights(user_path(output_dir), kinds, lambda name, *kind: weights[name], most, writes=True)
+        write_weights(user_path(output_dir), kinds, weights.__getitem__, most, writes=True)
     else:
         save_torch_file(weights, user_path(output_dir) / "pytorch_model.bin")
 
