@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -40,6 +41,8 @@ def revert_of(model: nn.Module) -> Revert | None:
         return None
     plain: Any = object.__new__(plain_class(model))
     vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
+    if getattr(plain, "_weight_conversions", None) is None and getattr(plain.config, "quantization_config", None):
+        plain._weight_conversions = _with_quantizer(plain)
     return partial(library.revert_weight_conversion, plain)
 
 
@@ -47,6 +50,16 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before FSDP2 gave it one of its own."""
     kinds: Any = type(module).__mro__
     return next(kind for kind in kinds if not issubclass(kind, FSDPModule))  # type: ignore[no-any-return]
+
+
+def _with_quantizer(model: Any) -> list[Any]:
+    """Return the conversions of a quantized model, also those of its scales; not names that only some files have."""
+    quantizers = import_module("transformers.quantizers")
+    conversions_of = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    quantizer = quantizers.AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=True)
+    known = [(type(each), each.source_patterns) for each in conversions_of(model, add_legacy=False)]
+    every = conversions_of(model, hf_quantizer=quantizer, add_legacy=False)
+    return [each for each in every if hasattr(each, "operations") or (type(each), each.source_patterns) in known]
 
 
 def regions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Region]]:

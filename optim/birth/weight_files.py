@@ -149,8 +149,9 @@ def _quantized(reader: SafetensorsReader) -> list[str]:
     how = f" ({config.name}: quantization_config.quant_method = {str(method)[:60]!r})" if said is not None else ""
     return [
         f"the weights are quantized{how}, and the model has no parameters for all codes and scales: codes alone are no "
-        "weights. Take the weights as they were before that, or let the library that reads them make weights of them "
-        "(model.dequantize() of transformers) and save these; or load the model into host memory with its quantizer"
+        "weights. Have transformers give it some while it is on meta (AutoHfQuantizer.from_config(quantization_config, "
+        "pre_quantized=True).preprocess_model(model=model)); or take the weights as they were before that, or let the "
+        "library that reads them make weights of them (model.dequantize() of transformers) and save these"
     ]
 
 

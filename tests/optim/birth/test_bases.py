@@ -10,8 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.quantizers import AutoHfQuantizer
 
-from nvme_offload import ConfigError, ResumeError, WeightFileError, get_full_param, initialize
+from nvme_offload import ConfigError, ResumeError, WeightFileError, WeightsError, get_full_param, initialize
 from tests.support.ranks import on_ranks
 from tests.support.sharded_model import SHARDS_CODES
 from tests.support.tiers import section
@@ -332,3 +333,47 @@ def test_a_family_is_born_in_place_from_what_it_publishes(alone, tmp_path, famil
         assert_same_bytes(found, expected)
         for name, value in model.named_parameters():
             assert torch.equal(get_full_param(engine.module.get_parameter(name)).to(value.dtype), value), name
+
+
+def fp8(folder):
+    """A model on meta whose modules hold fp8 and scales, and files of it as they are published: all experts apart."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    latent = dict.fromkeys((*LATENT, "moe_intermediate_size"), 128) | {"qk_rope_head_dim": 32, "v_head_dim": 32}
+    config = transformers.DeepseekV3Config(
+        vocab_size=64, first_k_dense_replace=1, n_group=1, topk_group=1, **{**sizes, **EXPERTS, **latent}
+    )
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(config).bfloat16().requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantizer = AutoHfQuantizer.from_config(said, pre_quantized=True)
+    model.config.quantization_config = quantizer.quantization_config
+    quantizer.preprocess_model(model=model)
+    files = {}
+    for name, param in model.state_dict().items():
+        drawn = torch.randint(0, 100, (param.numel() * param.itemsize,), dtype=torch.uint8)
+        value, (kept, _, last) = drawn.view(param.dtype).view(param.shape), name.rpartition(".")
+        if not kept.endswith("experts") or "shared" in name:
+            files[name] = value
+            continue
+        kind = last.replace("_proj", "_proj.weight")  # of codes and of their scales
+        for number, expert in enumerate(value):
+            halves = expert.chunk(2) if last.startswith("gate_up") else [expert]
+            names = [kind.replace("gate_up", half) for half in ("gate", "up")] if len(halves) == 2 else [kind]
+            files |= {f"{kept}.{number}.{n}": half.clone() for n, half in zip(names, halves, strict=True)}
+    save_file(files, folder / "model.safetensors")
+    return model, files
+
+
+@SHARDS_CODES
+def test_fp8_with_scales_is_born_in_place_where_the_model_holds_both(alone, tmp_path):
+    model, files = fp8(tmp_path)
+    model.requires_grad_(False).model.norm.requires_grad_(True)
+    config = section(tmp_path, param="nvme", state="nvme", frozen="in_place", buffer_count=8)
+    with initialize(model, config, weights=tmp_path) as engine:
+        assert_same_bytes(values(engine), files)
+        assert files_of(engine) == ["model.safetensors"]
+    with torch.device("meta"):
+        plain = transformers.DeepseekV3ForCausalLM(model.config).requires_grad_(False)
+    with pytest.raises(WeightsError, match=r"codes alone are no weights.*preprocess_model"):
+        initialize(plain, config, weights=tmp_path)
