@@ -114,7 +114,7 @@ def test_claims_are_found():
     found = [name for path, name in claims(ROOT / "docs" / "architecture.md")]
     assert len(found) > 40
     assert {"OffloadOptimizer.step", "update_loop", "Ring::serve"} <= set(found)
-    assert not is_defined(ROOT / "optim" / "optimizers" / "adamw.py", "OffloadAdamW.stepp")
+    assert not is_defined(ROOT / "optim" / "named_optimizers.py", "OffloadAdamW.stepp")
     assert not is_defined(ROOT / "aio_native" / "src" / "ring.cpp", "Ring::serves")
 
 

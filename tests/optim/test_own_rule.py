@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nvme_offload import OffloadLion, OffloadOptimizer, State, UpdateRule, initialize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import ResumedModel, steps_of
 from tests.support.resuming import section as engine_section
 from tests.support.sharded_model import assert_same, full_state
@@ -103,8 +104,10 @@ def test_states_of_another_dtype_and_birth(drive):
         assert_same_bits(other.state_dict(), state)
 
 
-def resume(rank, world_size, root, drive, own):
-    runs = []
+@pytest.mark.parametrize("own", [OwnLion, pytest.param(OwnHalf, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_with_the_engine_on_two_ranks_and_in_checkpoints(rank, world_size, tmp_path, drive, own):
+    runs, root = [], tmp_path / "saved"
     for path in (drive, None):
         torch.manual_seed(0)
         runs.append(initialize(ResumedModel(), engine_section("bf16", path), optimizer=partial(own, lr=1e-3)))
@@ -119,12 +122,7 @@ def resume(rank, world_size, root, drive, own):
         second.module.num_batches *= 0
         assert steps_of(first, rank, range(3, 5)) == steps_of(second, rank, range(3, 5))
         assert_same(full_state(second.module, second.optimizer), full_state(first.module, first.optimizer))
-    return state
-
-
-@pytest.mark.parametrize("own", [OwnLion, pytest.param(OwnHalf, marks=pytest.mark.slow)])
-def test_with_the_engine_on_two_ranks_and_in_checkpoints(own, tmp_path, drive):
-    run_ranks(resume, 2, tmp_path / "saved", drive, own)
+    dist.barrier()
     assert list(drive.iterdir()) == []
 
 
