@@ -10,7 +10,7 @@ import torch
 from nvme_offload import CheckpointWriteError, OutOfSpaceError, StateError
 from nvme_offload.optim.checkpoint import background, storage
 from tests.support.durable_engine import TIERS, durable, expected, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.resuming import fresh_engine, steps_of
 from tests.support.sharded_model import assert_same
 from tests.support.training import run_child
@@ -162,8 +162,9 @@ def test_killed_in_the_middle_of_it_neither_the_run_nor_the_checkpoint_before_is
         assert engine.global_steps == 2
 
 
-def save_from_every_rank(rank, world_size, path, folder):
-    with durable("bf16", path, "run") as engine:
+@on_ranks(2)
+def test_ranks_write_it_together(rank, world_size, drive, folder):
+    with durable("bf16", drive, "run") as engine:
         steps_of(engine, rank, range(2))
         engine.save_checkpoint(folder / "waited")
         engine.save_checkpoint(folder / "beside", background=True)
@@ -176,9 +177,4 @@ def save_from_every_rank(rank, world_size, path, folder):
             engine.save_checkpoint(folder / "beside", "next", background=True)
             with pytest.raises(CheckpointWriteError, match=r"next\.partial"):
                 engine.wait_for_checkpoint()
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_ranks_write_it_together(drive, folder, world_size):
-    run_ranks(save_from_every_rank, world_size, drive, folder)
     assert contents_of(folder / "beside" / "global_step2") == contents_of(folder / "waited" / "global_step2")

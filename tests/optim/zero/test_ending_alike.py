@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nvme_offload import ConfigError, ResumeError, SwapIOError, initialize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.small_engine import section
 
 ON_RANK_1 = [f"on rank 1, host {socket.gethostname()}"]
@@ -30,16 +30,17 @@ def fail(*_):
     raise ZeroDivisionError("a scheduler of the user's")
 
 
-def failing_stages(rank, world_size, path):
+@on_ranks(2)
+def test_initialize_fails_on_all_ranks_where_it_fails_on_one(rank, world_size, tmp_path):
     """One after the other in the same process group, which is as before each time."""
-    is_first, config = rank == 0, section(path=path)
-    missing = path / "missing"
+    is_first, config = rank == 0, section(path=tmp_path)
+    missing = tmp_path / "missing"
     refused(rank, ConfigError, "missing", model(), config if is_first else str(missing))
     refused(rank, ConfigError, "stage", model(), config if is_first else section(7))
     refused(rank, ValueError, "has no parameters", model() if is_first else nn.ReLU(), config)
     refused(rank, Exception, "missing", model("meta"), config, weights=None if is_first else missing)
     refused(rank, TypeError, "pass a subclass", model(), config, optimizer=None if is_first else torch.optim.SGD)
-    other = section(path=path if is_first else missing)
+    other = section(path=tmp_path if is_first else missing)
     refused(rank, SwapIOError, f"{missing}.*no such folder", model(), other)
     named = {"stage": 3, "offload_optimizer": {**other["zero_optimization"]["offload_optimizer"], "durable": "run"}}
     refused(rank, SwapIOError, f"{missing}.*no such folder", model(), other | {"zero_optimization": named})
@@ -48,10 +49,6 @@ def failing_stages(rank, world_size, path):
     with initialize(model(), config) as engine:
         engine.backward(engine(torch.ones(2, 8)).sum())
     dist.barrier()
-
-
-def test_initialize_fails_on_all_ranks_where_it_fails_on_one(tmp_path):
-    run_ranks(failing_stages, 2, tmp_path)
     assert not list(tmp_path.glob(".nvme-offload-*")), "a rank that had succeeded has given back its files"
 
 
