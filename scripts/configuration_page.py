@@ -27,7 +27,7 @@ in `offload/config`; do not edit them.
 ```python
 from nvme_offload import OffloadConfig
 
-config = OffloadConfig.from_file("offload.json")  # or .toml, or OffloadConfig.from_dict({...})
+config = OffloadConfig.from_file("offload.json")  # or .toml, .yaml, or OffloadConfig.from_dict({...})
 ```
 
 ```json

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
+from nvme_offload.offload.config.yaml_text import parse_yaml
 from nvme_offload.offload.errors import UNEXPANDED, ConfigError, ConfigWarning
 from nvme_offload.offload.foreign import read_text
 from nvme_offload.offload.warn import warn_user
@@ -68,17 +69,18 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     ".json": lambda text: json.loads(text, object_pairs_hook=no_duplicates),
     ".toml": tomllib.loads,
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
 }
 
 
 def parse_file(path: Path) -> Any:
-    """Return what a .json or .toml file says; raises ConfigError, by line and column, where it says nothing."""
+    """Return what a .json, .toml or .yaml file says; raises ConfigError, by line and column, where it says nothing."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
-        what = f'the suffix is "{path.suffix}", and a section is a file of JSON or TOML: name it .json or .toml'
-        if path.suffix in (".yaml", ".yml"):
-            what += "; a YAML of accelerate's is no section, but may name one, as its deepspeed_config_file"
-        folder = "there is no such folder; make it on a drive, or name a section's file (.json, .toml)"
+        suffixes = ".json, .toml or .yaml"
+        what = f'the suffix is "{path.suffix}", and a section is a file of JSON, TOML or YAML: name it {suffixes}'
+        folder = f"there is no such folder; make it on a drive, or name a section's file ({suffixes})"
         if "$" in str(path):
             folder = UNEXPANDED
         raise ConfigError([what if path.exists() else folder], str(path))

@@ -583,7 +583,9 @@ class OffloadConfig(Section):
     @classmethod
     @door
     def from_file(cls, path: str | Path) -> Self:
-        """Read a .json or .toml file; a relative `nvme_path` is relative to the working folder.
+        """Read a .json, .toml or .yaml file; a relative `nvme_path` is relative to the working folder.
+
+        YAML is read as YAML 1.2, and needs PyYAML.
 
         Raises:
             ConfigError: every problem, by its full key or by line and column.

@@ -249,12 +249,17 @@ path_weights = [2, 1]
 """
 
 
-def test_toml_and_json_say_the_same(tmp_path):
+def test_toml_yaml_and_json_say_the_same(tmp_path):
     toml, as_json = tmp_path / "offload.toml", tmp_path / "offload.json"
     toml.write_text(TOML)
     config = OffloadConfig.from_file(toml)
     assert config.zero_optimization.offload_optimizer.staging_budget == 3 * GiB // 2
     assert config.aio.path_weights == (2.0, 1.0)
+    yaml = tmp_path / "offload.yaml"
+    yaml.write_text("overlap_step: off\noptimizer: {type: AdamW, params: {lr: 1e-4, betas: [0.9, 0.95]}}\n")
+    found = OffloadConfig.from_file(yaml)
+    params = found.optimizer.params
+    assert (found.overlap_step, params.lr, params.betas) == ("off", 1e-4, (0.9, 0.95))
     as_json.write_text("\ufeff" + config.model_dump_json(), encoding="utf-8")  # with a byte order mark
     assert OffloadConfig.from_file(str(as_json)) == config
 
@@ -266,7 +271,12 @@ def test_toml_and_json_say_the_same(tmp_path):
     ("a.json", '{"aio": {"ring": 1}}', r"a\.json: aio\.ring = 1: .* aio\.rings"),
     ("a.toml", "[aio]\nrings = = 1\n", r"a\.toml: .*line 2, column 9"),
     ("a.toml", "[aio]\nrings = 1\nrings = 2\n", r"a\.toml: .*line 3"),
-    ("a.yaml", "", r'a\.yaml: the suffix is "\.yaml", and a section is .* accelerate.* deepspeed_config_file'),
+    ("a.ini", "", r'a\.ini: the suffix is "\.ini", and a section is a file of JSON, TOML or YAML'),
+    ("a.yaml", "compute_environment: LOCAL_MACHINE", r"a\.yaml: .* accelerate.* deepspeed_config_file"),
+    ("a.yaml", "aio:\n  rings: 1\n  rings: 2\n", r"a\.yaml: line 2: rings stands twice"),
+    ("a.yaml", "aio:\n\trings: 1\n", r"a\.yaml: line 2, column 1: found character"),
+    ("a.yaml", "aio: &a {rings: 1}\nbf16: *a\n", r"a\.yaml: line 2, column 7: an alias"),
+    ("a.yaml", "a: !!python/name:os.system\n", r"a\.yaml: line 1, column 4: could not determine a constructor"),
     ("a.json", b"\xff\xfe\xfa", r"a\.json: .*utf-8"),
     # what Python itself stumbles over
     ("deep.json", "[" * 200_000, "deep.json: .*nested too deeply"),
