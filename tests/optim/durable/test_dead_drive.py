@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from nvme_offload import OffloadError, SwapIOError
-from nvme_offload.offload.storage.run_directory import RECORD_NAME
 from tests.optim.durable.test_copies import other as other
 from tests.support.durable_engine import assert_goes_on_to, durable, settle
 from tests.support.durable_run import offload_runs
@@ -143,7 +142,7 @@ def test_one_of_two_drives_is_dead(when, code, drive, other, tmp_path):
 
 def names_of(folder):
     """What a run needs: what says how it goes is written now and then."""
-    return sorted(each.name for each in folder.iterdir() if each.name != RECORD_NAME)
+    return sorted(each.name for each in folder.iterdir() if each.name != "record.json")
 
 
 @pytest.mark.parametrize("gone", ["all", "moved", "swap", "manifest.1"])
