@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,14 +13,18 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
+from nvme_offload.perf.plan.catalog import MICRO_BATCHES, MODEL, shape_of
+from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, batches_of_step
+from nvme_offload.perf.plan.lora import LoraOption
 from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
 from nvme_offload.perf.plan.remedies import remedies
 from nvme_offload.perf.plan.shape import ModelShape, ShapeError
 
+SUFFIXES = (".json", ".toml", ".yaml", ".yml")
+
 
 def init(
-    model: Annotated[Path, typer.Option(help="Hugging Face config.json, or its folder.")],
+    model: Annotated[Path, MODEL],
     path: Paths = HERE,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File for the section. A file that exists is not overwritten.")
@@ -29,7 +33,8 @@ def init(
         int | None, typer.Option(help="Ranks that share the model; by default one for each GPU, or one.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch on one rank.")] = 2048,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step on one rank.")] = 1,
+    micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
+    lora: LoraOption = None,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
     bench: Annotated[Path | None, typer.Option(help="Drives here as offload bench --json measured them.")] = None,
     host_memory: Annotated[
@@ -42,12 +47,16 @@ def init(
     fits it takes the fastest with --flops and --bench, and else what moves fewest bytes. What other programs have in
     memory now does not matter.
     """
+    if output.suffix not in SUFFIXES:
+        raise typer.BadParameter(f"{output}: name it {', '.join(SUFFIXES)}", param_hint="'--output'")
     if output.exists():
         raise typer.BadParameter(f"{output} exists; name another file, or move it away", param_hint="'--output'")
     try:
-        shape, machine = ModelShape.of_config_file(model), this_machine(path, ranks, host_memory)
+        shape, machine = shape_of(model), this_machine(path, ranks, host_memory)
+        shape = shape if lora is None else shape.with_lora(lora)
         machine = replace(machine, flops=flops, drives=None if bench is None else Drives.of_bench(bench))
-        chooser = Chooser(machine, path, tokens, micro_batches=micro_batches)
+        batches = micro_batches or batches_of_step(tokens, machine.ranks)
+        chooser = Chooser(machine, path, tokens, micro_batches=batches)
         found = chooser.choose(shape)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
@@ -61,9 +70,36 @@ def init(
     for line in _words(shape, machine, found):
         typer.echo(line, err=True)
     with failures_in_words():
-        output.write_text(json.dumps(found.section, indent=2) + "\n", encoding="utf-8")
+        output.write_text(_written(found.section, output.suffix), encoding="utf-8")
     steps = f"offload doctor --config {output}, offload plan --model {model} --config {output}"
     typer.echo(f"saved {output}; next: {steps}", err=True)
+
+
+def _written(section: dict[str, Any], suffix: str) -> str:
+    """Return a section as a file of this suffix has it: .json, .toml or .yaml."""
+    if suffix == ".toml":
+        return _as_toml(section)
+    if suffix in (".yaml", ".yml"):
+        return _as_yaml(section)
+    return json.dumps(section, indent=2) + "\n"
+
+
+def _as_toml(section: dict[str, Any], table: str = "") -> str:
+    """Return tables of TOML; strings, numbers, words and lists of them are written as in JSON."""
+    plain = [f"{key} = {json.dumps(value)}\n" for key, value in section.items() if not isinstance(value, dict)]
+    head = f"[{table}]\n" if table and plain else ""
+    tables = [_as_toml(value, f"{table}.{key}".strip(".")) for key, value in section.items() if isinstance(value, dict)]
+    return "\n".join([head + "".join(plain)] * bool(plain) + tables)
+
+
+def _as_yaml(section: dict[str, Any], indent: str = "") -> str:
+    """Return nested keys of YAML; values are written as in JSON, which YAML contains."""
+    return "".join(
+        f"{indent}{key}:\n{_as_yaml(value, indent + '  ')}"
+        if isinstance(value, dict)
+        else f"{indent}{key}: {json.dumps(value)}\n"
+        for key, value in section.items()
+    )
 
 
 def this_machine(paths: list[Path], ranks: int | None, host_memory: int | None) -> Machine:

@@ -32,6 +32,17 @@ _RESIDENCIES = (
 """The words for the first candidate, with everything in memory, and for `CANDIDATES`."""
 
 
+_NOT_KEPT = 0.7
+"""Share of what a step reads and writes that staging buffers do not spare it, at least."""
+STEP_TOKENS = 65536
+"""Tokens of a step where nobody says how many: what a fine-tuning of some billion parameters takes at least."""
+
+
+def batches_of_step(tokens: int, ranks: int) -> int:
+    """Return the micro-batches of a step of `STEP_TOKENS`, each of so many tokens on each of some ranks."""
+    return max(1, STEP_TOKENS // (tokens * ranks))
+
+
 @dataclass(frozen=True)
 class ChosenSection:
     """A section, why it is this one, and where everything of one rank has its place with it."""
@@ -101,18 +112,33 @@ class Chooser:
 
     def _best(self, fitting: list[ChosenSection], lacking: list[ChosenSection]) -> ChosenSection:
         """Take the fastest of those that fit, or the first where rates are not known; say why, and what comes next."""
-        found = [predict(choice.job, self.machine, alone=True) for choice in fitting]
-        timed = [(one.time.seconds, choice) for one, choice in zip(found, fitting, strict=True) if one.time is not None]
+        timed = list[tuple[float, ChosenSection]]()
+        moved = list[tuple[float, ChosenSection]]()
+        for choice in sorted(fitting, key=self._least_seconds):
+            if timed and self._least_seconds(choice) > min(timed, key=lambda pair: pair[0])[0]:
+                continue  # a prediction takes a hundred times as long as this bound
+            found = predict(choice.job, self.machine, alone=True)
+            if found.time is not None:
+                timed.append((found.time.seconds, choice))
+            moved.append((_moved(found), choice))
         if not timed:
-            best = min(zip(found, fitting, strict=True), key=lambda pair: _moved(pair[0]))[1]
+            best = min(moved, key=lambda pair: pair[0])[1]
             return _because(best, _first_that_fits(best, lacking))
         least = min(seconds for seconds, _ in timed)
+        timed.sort(key=lambda pair: fitting.index(pair[1]))
         seconds, best = next((seconds, choice) for seconds, choice in timed if seconds * LEAST_GAIN <= least)
         why = _first_that_fits(best, lacking)
         others = sorted(((other, choice.name) for other, choice in timed if choice is not best), key=lambda it: it[0])
         if others:
             why += f"; an iteration takes {seconds:.3g} s, with {others[0][1]} {others[0][0]:.3g} s"
         return _because(best, why)
+
+    def _least_seconds(self, choice: ChosenSection) -> float:
+        """Return the seconds that drives need at least, whatever the buffers keep; 0 where rates are unknown."""
+        if (drives := self.machine.drives) is None or self.machine.flops is None:
+            return 0.0
+        moved = sum(unit.bytes_read + unit.bytes_written for unit in choice.tiers.units_on("nvme"))
+        return _NOT_KEPT * moved * self.machine.ranks_per_node / max(drives.mixed, drives.read)
 
     def points(self) -> "Iterator[Point]":
         """Yield the space, from what moves least to what needs least memory."""

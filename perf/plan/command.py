@@ -12,9 +12,12 @@ from rich.console import Console
 
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
+from nvme_offload.offload.units import GiB
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.measure.machine import device_here, facts_of
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection
+from nvme_offload.perf.plan.catalog import CARD, DRIVE, MICRO_BATCHES, MODEL, REACHED, card_of, drives_of, shape_of
+from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, batches_of_step
+from nvme_offload.perf.plan.lora import Lora, LoraOption
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
 from nvme_offload.perf.plan.remedies import remedies
@@ -55,17 +58,20 @@ def _rate(*names: str, text: str) -> Any:
 
 
 def plan(
-    model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or its folder.")] = None,
+    model: Annotated[Path | None, MODEL] = None,
     params: Annotated[int | None, _count("--params", text="Parameters, in place of --model: 2e9.")] = None,
     layers: Annotated[int | None, _count("--layers", text="Number of its layers, beside --params.")] = None,
     hidden: Annotated[int | None, _count("--hidden", text="Hidden size, beside --params.")] = None,
     vocab: Annotated[int | None, _count("--vocab", text="Entries of the embedding, beside --params.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="The section; by default the one that offload init would write.")
-    ] = None,
+    lora: LoraOption = None,
+    config: Annotated[Path | None, typer.Option(help="The section; by default as offload init writes it.")] = None,
     ranks: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on a node; by default all, 8 at most.")] = None,
-    host_memory: Annotated[int | None, _size("--host-memory", text="Memory of a node; by default of this one.")] = None,
+    card: Annotated[str | None, CARD] = None,
+    drive: Annotated[str | None, DRIVE] = None,
+    host_memory: Annotated[
+        int | None, _size("--host", "--host-memory", text="Memory of a node; by default of this one.")
+    ] = None,
     device_memory: Annotated[
         int | None,
         _size("--gpu-memory", "--device-memory", text="Memory of one rank's GPU; by default of this one. 0: no GPU."),
@@ -82,7 +88,7 @@ def plan(
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on a rank.")] = 2048,
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; above 0, attention is counted, too.")] = 0,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step, without --config.")] = 1,
+    micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="Compute the loss of some tokens at a time.")
@@ -94,21 +100,21 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
-        on_device = _device(device_memory, pcie)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=total_bytes() if host_memory is None else host_memory,
-            device_memory=on_device,
-            drives=_drives(bench, read_bw, write_bw, mixed_bw, tbw),
+            drives=_drives(bench, read_bw, write_bw, mixed_bw, None if drive else tbw),
             capacity=capacity,
             flops=flops,
             update_rate=update_rate,
             pcie=pcie,
             network=network,
         )
-        shape = _shape(model, params, layers, hidden, vocab)
-        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, micro_batches, chunked_loss)
+        machine = _named((card, drive), machine, device_memory, tbw)
+        shape = _shape(model, params, layers, hidden, vocab, lora)
+        batches = _batches(micro_batches, config, batches_of_step(tokens, ranks))
+        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, batches, chunked_loss)
         choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
@@ -117,14 +123,38 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_document(prediction, choice, largest) | {"fits_with": changes}))
     else:
-        show(prediction, choice, largest, Console())
-        for change in changes:
-            typer.echo(f"It fits with {change}")
+        show(prediction, choice, largest, Console(), changes)
     if prediction.tiers.missing:
         raise typer.Exit(1)
 
 
-def _device(memory: int | None, pcie: int | None) -> int | None:
+def _named(
+    names: tuple[str | None, str | None], given: Machine, device_memory: int | None, tbw: float | None
+) -> Machine:
+    """Return a machine with what its card and drives have by name, where nothing else is given."""
+    card, drive = names
+    pcie, flops, drives, capacity = given.pcie, given.flops, given.drives, given.capacity
+    if card is not None:
+        found = card_of(card)
+        device_memory = found.memory * GiB if device_memory is None else device_memory
+        pcie, flops = pcie or found.pcie * 1e9, flops or found.teraflops * 1e12 * REACHED
+    if drive is not None:
+        drives, its_size = _drives_by_name(drive, tbw, drives)
+        capacity = its_size if capacity is None else capacity
+    memory = _device(device_memory, pcie)
+    return replace(given, device_memory=memory, pcie=pcie, flops=flops, drives=drives, capacity=capacity)
+
+
+def _batches(given: int | None, config: Path | None, by_tokens: int) -> int:
+    """Return the micro-batches of a step: as given, as many as its tokens are, or 1 where a section says it."""
+    if config is None:
+        return given or by_tokens
+    if given:
+        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
+    return 1
+
+
+def _device(memory: int | None, pcie: float | None) -> int | None:
     """Memory of a GPU: as given, else that of this machine's; None: ranks compute on the CPU."""
     if memory is None and (here := device_here()) is not None:
         memory = facts_of(here)["memory_bytes"]
@@ -138,8 +168,6 @@ def _planned(
 ) -> tuple[ChosenSection | None, Prediction, ModelShape | None]:
     """Return the section that is chosen where none is given, what it comes to, and the deepest model that fits so."""
     machine, largest = chooser.machine, None
-    if file is not None and chooser.micro_batches > 1:
-        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
     if file is None:
         choice = chooser.choose(shape)
         prediction = predict(choice.job, machine)
@@ -164,15 +192,27 @@ def _document(prediction: Prediction, choice: ChosenSection | None, largest: Mod
 
 
 def _shape(
-    model: Path | None, params: int | None, layers: int | None, hidden: int | None, vocab: int | None
+    model: Path | None, params: int | None, layers: int | None, hidden: int | None, vocab: int | None, lora: Lora | None
 ) -> ModelShape:
     if model is not None:
         if params or layers or hidden or vocab:
             raise ShapeError("--model says it all; leave out --params, --layers, --hidden and --vocab")
-        return ModelShape.of_config_file(model)
-    if not params or not layers:
+        shape = shape_of(model)
+    elif params and layers:
+        shape = ModelShape.of_numbers(params, layers, hidden, vocab or 0)
+    else:
         raise ShapeError("which model? Give --model, or --params and --layers")
-    return ModelShape.of_numbers(params, layers, hidden, vocab or 0)
+    return shape if lora is None else shape.with_lora(lora)
+
+
+def _drives_by_name(name: str, tbw: float | None, given: Drives | None) -> tuple[Drives, int]:
+    """Return the drives of a class, and their bytes. Raises MachineError where rates are given, too."""
+    if given is not None:
+        raise MachineError(f"--drive {name} has its rates; leave out --bench, --read-bw and the like")
+    count, each = drives_of(name)
+    endurance = each.endurance * count if tbw is None else tbw
+    rates = Drives.of_rates(each.read * count * 1e9, each.write * count * 1e9, terabytes_written=endurance)
+    return rates, round(each.size * count * 1e12)
 
 
 def _drives(

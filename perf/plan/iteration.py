@@ -172,12 +172,15 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
     # A token attends to half of its sequence, in two products.
     attention = 2.0 * job.sequence * job.shape.hidden_size * job.shape.num_layers * per_token
     work = job.shape.work
-    forward = 2.0 * sum(work) * per_token + attention
-    backward = forward * (3 if job.computes_again else 2) - attention * job.keeps_attention
+    products = 2.0 * sum(work) * per_token
+    forward = products + attention
+    # Of a frozen weight backward needs the gradient of what comes in alone.
+    backward = products * (1 if job.shape.adapters else 2) + 2 * attention
+    backward += forward * job.computes_again - attention * job.keeps_attention
     copying = 0.0 if placed.on_device else leaving * job.config.rounds / machine.copy_rate
     crossing = leaving * job.config.rounds / pcie if placed.on_device else 0.0
     of_blocks = moved["update"] / max(1, len(placed.subgroups)) / 2
-    share_of_rank = sum(subgroup.numel for subgroup in placed.subgroups) / sum(group_numels)
+    share_of_rank = 1 / placed.account.num_shards
     work_shares = [each / (max(1, sum(work)) * job.config.rounds) for each in work]
     shares = [numel / (sum(group_numels) * job.config.rounds) for numel in group_numels]
     gathering, reducing = _between_nodes(placed)
@@ -208,7 +211,7 @@ def work_of(placed: PlacedJob, tiers: Sequence[StepTraffic], leaving: int = 0) -
 
 def moving_alone(placed: PlacedJob, sizes: Sequence[int]) -> Work:
     """Work that takes no time but for moving so many bytes of each subgroup's state, at a byte a second."""
-    groups = [[run.param for run in subgroup.runs] for subgroup in placed.subgroups]
+    groups = [[placed.gathered_with[run.param] for run in subgroup.runs] for subgroup in placed.subgroups]
     return Work(
         groups=(GroupTime(forward=0.0, backward=0.0),) * len(placed.job.shape.groups),
         subgroups=tuple(
@@ -250,6 +253,8 @@ def _between_nodes(placed: PlacedJob) -> tuple[float, float]:
     stage, precision = job.config.zero_optimization.stage, placed.precision
     crossing = (1 - 1 / machine.num_nodes) / machine.network
     reducing = precision.reduce.itemsize * crossing / (1 if stage in (2, 3) else job.config.rounds)
+    if job.shape.adapters:
+        return (job.shape.base_bits / 8 * crossing if stage else 0.0), 0.0
     if stage == 0:
         return 0.0, 2 * reducing  # an all-reduce: reduced, and gathered again
     return precision.gather.itemsize * crossing, reducing
@@ -274,7 +279,7 @@ def _subgroup_time(placed: PlacedJob, subgroup: Subgroup, tier: Tier, of_blocks:
         read, updates = (costs.read, costs.updates) if tier == "nvme" else (0.0, 1.0)
         written = costs.written
     rate = machine.ranks_per_node / machine.drives.mixed if machine.drives is not None else 0.0
-    groups = [run.param for run in subgroup.runs]
+    groups = [placed.gathered_with[run.param] for run in subgroup.runs]
     by_host = subgroup.numel * (tier != "device")
     return SubgroupTime(
         first=min(groups),

@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +16,7 @@ from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit
 from nvme_offload.offload.units import MiB, round_up
 from nvme_offload.optim.layout.master import TILE_NUMEL, sealed_itemsize, state_itemsize
 from nvme_offload.optim.layout.subgroup import Subgroup, plan_subgroups
-from nvme_offload.optim.precision.parameter import DTYPES
+from nvme_offload.optim.precision.parameter import DTYPES, ParameterPrecision
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
 from nvme_offload.optim.rules.registry import rule_of
@@ -29,6 +29,7 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.perf.plan.kept_state import KeptState
+from nvme_offload.perf.plan.lora import FULL_BITS
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import Phase
@@ -81,7 +82,7 @@ class Job:
             # does the gradient of a head that shares its weight, for what the embedding adds to it.
             tensors = (tensors + 1) * self.micro_batches
             gathered = precision_of(self.config, safe=True).gather
-            tied = self.shape.tied_numel * self.micro_batches * gathered.itemsize
+            tied = 0 if self.shape.adapters else self.shape.tied_numel * self.micro_batches * gathered.itemsize
         elif self.keeps_attention:
             tensors *= 2
         # What goes from layer to layer is fp32 with autocast, whose sums are.
@@ -109,8 +110,8 @@ class Job:
 class Copies(NamedTuple):
     """Bytes that cross between host and device for each parameter of one rank; all zero where the host computes."""
 
-    forward: int = 0  # to the device in each forward, of parameters that are not kept there
-    backward: int = 0  # in each backward, in the busier direction: of parameters there, of gradients back
+    forward: float = 0  # to the device in each forward, of parameters that are not kept there
+    backward: float = 0  # in each backward, in the busier direction: of parameters there, of gradients back
     update: int = 0  # in the update, in the busier direction: of parameters and gradients that are kept on the device
 
 
@@ -153,9 +154,11 @@ class PlacedJob:
         zero, grads = self.job.config.zero_optimization, self.job.config.offload_gradients
         stored, accumulated = self.precision.storage.itemsize, self.precision.accumulate.itemsize
         params_leave, grads_leave = zero.offload_param.device != "none", grads.device != "none"
+        is_frozen = bool(self.job.shape.adapters)
+        gathered = self.job.shape.base_bits / 8 if is_frozen else stored
         return Copies(
-            forward=stored * params_leave,
-            backward=max(stored * (params_leave and zero.stage == 3), accumulated * grads_leave),
+            forward=gathered * params_leave,
+            backward=max(gathered * (params_leave and zero.stage == 3), accumulated * grads_leave * (not is_frozen)),
             update=stored * (not params_leave) + accumulated * (not grads_leave),
         )
 
@@ -178,7 +181,18 @@ class PlacedJob:
     def blocks_on_nvme(self, kind: str) -> dict[int, Unit]:
         """Blocks of a kind that are on NVMe, by the number of their group."""
         tiers = [(unit, tier) for unit, tier in self._placed() if unit.kind == kind]
-        return {number: unit for number, (unit, tier) in enumerate(tiers) if tier == "nvme"}
+        numbers = [number for number, trains in enumerate(self.trained) if trains or kind == PARAMS]
+        return {number: unit for number, (unit, tier) in zip(numbers, tiers, strict=bool(tiers)) if tier == "nvme"}
+
+    @cached_property
+    def trained(self) -> list[bool]:
+        """Whether each group of the account is trained. A layer with adapters is two: its base, and these."""
+        return [all(shard.trainable for shard in group.shards) for group in self.account.groups]
+
+    @cached_property
+    def gathered_with(self) -> list[int]:
+        """Return where each group of the account is in the shape's `groups`."""
+        return [int(group.name.partition(" ")[0]) for group in self.account.groups]
 
     @cached_property
     def overlap_step(self) -> OverlapStep:
@@ -239,17 +253,31 @@ def account_of_job(job: Job, machine: Machine) -> Account:
     precision, rule = precision_of(job.config, safe=True), rule_of(job.config.optimizer)
     num_shards = 1 if job.config.zero_optimization.stage == 0 else machine.ranks  # with stage 0 each has all of it
     beside = rule.of(BESIDE_MATRICES) if isinstance(rule, Muon) else rule  # what embeddings, heads and the rest have
-    first = len(job.shape.groups) - len(job.shape.after) - job.shape.num_layers
-    groups, sizes = list[GroupSize](), dict[tuple[tuple[int, ...], UpdateRule], list[ShardSize]]()
-    for number, group in enumerate(job.shape.groups):
-        its_rule = rule if first <= number < first + job.shape.num_layers else beside
-        if (group, its_rule) not in sizes:  # most layers are alike
-            forms = [Padded(torch.Size([-(-numel // num_shards)]), precision.storage) for numel in group]
-            pairs = zip(forms, group, strict=True)
-            sizes[group, its_rule] = [ShardSize(form, numel, precision, its_rule) for form, numel in pairs]
-        owner = None if job.shape.rest and not number else number
-        groups.append(GroupSize(str(number), sizes[group, its_rule], owner))
+    shape, groups = job.shape, list[GroupSize]()
+
+    @cache  # most layers are alike
+    def sizes_of(group: tuple[int, ...], its_rule: UpdateRule, base_bits: float | None) -> list[ShardSize]:
+        its = precision if base_bits is None else _as_it_came(precision, base_bits)
+        packed = 1.0 if base_bits is None else base_bits / 8 / its.storage.itemsize
+        numels = [-(-numel * packed // 1) for numel in group]
+        forms = [Padded(torch.Size([int(-(-numel // num_shards))]), its.storage) for numel in numels]
+        pairs = zip(forms, numels, strict=True)
+        return [ShardSize(form, int(numel), its, its_rule, base_bits is None) for form, numel in pairs]
+
+    for number, group in enumerate(shape.groups):
+        layer = number - shape.first_layer
+        is_layer = 0 <= layer < shape.num_layers
+        owner = None if shape.rest and not number else number
+        frozen = (shape.base_bits if is_layer else FULL_BITS) if shape.adapters else None
+        groups.append(GroupSize(str(number), sizes_of(group, rule if is_layer else beside, frozen), owner))
+        if is_layer and shape.adapters and shape.adapters[layer]:
+            groups.append(GroupSize(f"{number} adapters", sizes_of(shape.adapters[layer], rule, None), owner))
     return Account(job.config, groups, num_shards, machine.device_memory is not None)
+
+
+def _as_it_came(precision: ParameterPrecision, bits: float) -> ParameterPrecision:
+    """Return the precision of a frozen parameter of so many bits: its own dtype, or bytes where it is packed."""
+    return replace(precision, kept_as=torch.bfloat16 if bits == FULL_BITS else torch.uint8)
 
 
 def residents(job: Job, account: Account) -> Iterator[Unit]:
@@ -266,3 +294,6 @@ def residents(job: Job, account: Account) -> Iterator[Unit]:
     with_logits = min(job.tokens, CHUNK_TOKENS) if job.chunked_loss else job.tokens
     activations = layers + with_logits * job.shape.vocab_size * LOGITS_BYTES
     yield Unit("activations", "activations", activations, tiers=(device,))
+    if job.shape.adapters and job.shape.base_bits < FULL_BITS:
+        # A packed weight is unpacked while it is multiplied with, one at a time.
+        yield Unit("unpacked", "unpacked weight", 2 * job.shape.largest_matrix, tiers=(device,))

@@ -92,6 +92,11 @@ class Prediction:
         return sum((moved.total for moved in self.traffic.values()), Traffic())
 
     @property
+    def written_per_token(self) -> float:
+        """Bytes that all drives of all nodes write for each token of a step."""
+        return self.total_traffic.written / (self.job.tokens * self.job.micro_batches)
+
+    @property
     def written_per_day(self) -> float | None:
         """Bytes per node and day of steps one after another; None where their time is not known."""
         if self.time is None:
@@ -103,6 +108,10 @@ class Prediction:
         """Days until the drives' endurance is used up; None where it is not known, or nothing is written."""
         drives, per_day = self.machine.drives, self.written_per_day
         return drives.endurance / per_day if drives is not None and drives.endurance is not None and per_day else None
+
+    def tokens_per_second(self, time: IterationTime) -> float:
+        """Tokens of all ranks in a second, with steps one after another that take this time."""
+        return self.job.tokens * self.job.micro_batches * self.machine.ranks / time.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The prediction in plain types, for JSON."""
@@ -121,6 +130,8 @@ class Prediction:
             },
             "iteration": None if self.time is None else self.time.to_dict(),
             "rewrite_every": None if self.kept is None else self.kept.period,
+            "tokens_per_second": None if self.time is None else self.tokens_per_second(self.time),
+            "written_per_token": self.written_per_token,
             "written_per_node_and_day": self.written_per_day,
             "days_of_life": self.days_of_life,
         }
@@ -211,11 +222,15 @@ def tier_plan(placed: PlacedJob) -> TierPlan:
 def _units(placed: PlacedJob) -> list[Unit]:
     """Everything that one rank holds, but for activations that the section moves."""
     units = list(residents(placed.job, placed.account))
-    sizes = Counter[tuple[str, Tier]]()
+    sizes, reads, writes = Counter[tuple[str, Tier]](), Counter[tuple[str, Tier]](), Counter[tuple[str, Tier]]()
     for unit, tier in zip(placed.tiers.units, placed.tiers.tiers, strict=True):
         visits = unit.kind == STATE and tier == "nvme"  # a buffer, where logs have their place, too
         sizes[unit.kind, tier] += unit.bytes_read if visits else unit.size_bytes
-    units += [Unit(kind, kind, size, tiers=(tier,)) for (kind, tier), size in sizes.items()]
+        reads[unit.kind, tier] += unit.bytes_read
+        writes[unit.kind, tier] += unit.bytes_written
+    units += [
+        Unit(kind, kind, size, reads[kind, tier], writes[kind, tier], (tier,)) for (kind, tier), size in sizes.items()
+    ]
     if placed.kept is not None:
         units.append(placed.kept.unit(placed.subgroups, sum(placed.on_nvme)))
     return units
@@ -249,8 +264,16 @@ def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:
             traffic[kind] = of_gradients(sizes, buffers, rounds, steps, updated_in=placed.updated_in)
             continue
         has_root, twice = bool(job.shape.rest) and 0 in moving, zero.stage == 3
+        frozen = frozenset(place for number, place in order.items() if not placed.trained[number])
         traffic[kind] = of_parameters(
-            sizes, buffers, config.rounds, steps, has_root=has_root, twice=twice, updated_in=placed.updated_in
+            sizes,
+            buffers,
+            config.rounds,
+            steps,
+            has_root=has_root,
+            twice=twice,
+            updated_in=placed.updated_in,
+            frozen=frozen,
         )
     return traffic
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nvme_offload.perf.plan.choosing import Chooser
+from nvme_offload.perf.plan.lora import Lora
 from nvme_offload.perf.plan.shape import ModelShape
 
 _GRAIN = 128  # tokens
 _MOST_RANKS = 4096
 _CHUNKED = "a loss that is computed in chunks (Liger's fused linear cross entropy, TRL's use_liger_kernel)"
+_LORA = Lora(16)
 _BF16 = 'moments in bf16 ("optimizer": {"params": {"state_dtype": "bf16"}}; it is another optimizer)'
 
 
@@ -28,6 +30,8 @@ def _single(chooser: Chooser, shape: ModelShape) -> Iterator[str]:
         yield _CHUNKED
     if not chooser.bf16_moments and replace(chooser, bf16_moments=True).fits(shape):
         yield _BF16
+    if shape.linears and not shape.adapters and chooser.fits(shape.with_lora(_LORA)):
+        yield f"LoRA of rank {_LORA.rank} over the frozen model (--lora r={_LORA.rank})"
     if ranks := _fewest_ranks(chooser, shape):
         yield f"{ranks} ranks in place of {chooser.machine.ranks}"
 

@@ -1,12 +1,13 @@
 """A prediction in words and tables."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from rich.console import Console
 from rich.table import Table
 
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier
 from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.optim.rules.registry import rule_of
@@ -15,17 +16,35 @@ from nvme_offload.perf.plan.choosing import ChosenSection
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
 from nvme_offload.perf.plan.shape import ModelShape
 
+TOKENS = 10**9
+"""A training is counted in billions of tokens."""
 
-def show(prediction: Prediction, chosen: ChosenSection | None, largest: ModelShape | None, console: Console) -> None:
-    """Memory, traffic, time and wear, the largest model that fits, and the section where it was chosen for that."""
+
+def show(
+    prediction: Prediction,
+    chosen: ChosenSection | None,
+    largest: ModelShape | None,
+    console: Console,
+    changes: Iterable[str] = (),
+) -> None:
+    """Say all of it in tables and sentences.
+
+    Args:
+        prediction: memory, traffic, time and wear.
+        chosen: the section, where it was chosen for that.
+        largest: the largest model that fits.
+        console: takes it.
+        changes: each lets a model fit that does not.
+    """
     job, machine = prediction.job, prediction.machine
     shape = job.shape
     if chosen is not None:
         console.print(f"As offload init chooses: {chosen.why}", highlight=False, soft_wrap=True)
-        console.print(json.dumps(chosen.section), highlight=False, soft_wrap=True)
+        console.print(json.dumps(chosen.section, indent=2), highlight=False, soft_wrap=True)
     console.print(
-        f"{shape.name}: {shape.numel:,} parameters, {shape.num_layers} layers; {machine.ranks} rank(s), "
-        f"{machine.ranks_per_node} on a node; {job.tokens:,} tokens x {job.micro_batches} micro-batches on each",
+        f"{shape.name}: {shape.numel:,} parameters, {shape.num_layers} layers{_adapters(shape)}; "
+        f"{machine.ranks} rank(s), {machine.ranks_per_node} on a node; "
+        f"{job.tokens:,} tokens x {job.micro_batches} micro-batches on each",
         highlight=False,
     )
     rule = rule_of(job.config.optimizer)
@@ -36,6 +55,8 @@ def show(prediction: Prediction, chosen: ChosenSection | None, largest: ModelSha
         console.print(_traffic(prediction))
     for line in _sentences(prediction, largest):
         console.print(line, highlight=False, soft_wrap=True)
+    for change in changes:
+        console.print(f"It fits with {change}", highlight=False, soft_wrap=True)
 
 
 def _figures(title: str, *heads: str) -> Table:
@@ -92,6 +113,7 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield "Copies between GPU and host are not counted: they need --pcie"
     if machine.num_nodes > 1 and machine.network is None:
         yield "Gathers and reductions between nodes are not counted: they need --network"
+    yield from _of_tokens(prediction)
     if prediction.kept is not None:
         yield f"Every step survives; the state is rewritten every {prediction.kept.period} step(s)"
     if prediction.written_per_day:
@@ -109,6 +131,33 @@ def _sentences(prediction: Prediction, largest: ModelShape | None) -> Iterator[s
         yield "Largest model that fits: not known; it needs --capacity"
     else:
         yield f"Not even one such layer fits on {machine.ranks} rank(s)"
+
+
+def _adapters(shape: ModelShape) -> str:
+    if not shape.adapters:
+        return ""
+    trained = sum(map(sum, shape.adapters))
+    return f", frozen, of {shape.base_bits:.3g} bits each; adapters of {trained:,} parameters are trained"
+
+
+def _of_tokens(prediction: Prediction) -> Iterator[str]:
+    """Say what a billion tokens take of days and of the drives, and what halves the latter."""
+    job, machine, time = prediction.job, prediction.machine, prediction.time
+    if time is None:
+        return
+    rate = prediction.tokens_per_second(time)
+    days = TOKENS / rate / SECONDS_PER_DAY
+    said = f"{rate:,.0f} tokens/s; a billion tokens take {days:.3g} days"
+    if not (written := prediction.written_per_token):
+        yield said
+        return
+    said += f" and write {written * TOKENS / TB:.3g} TB"
+    if machine.drives is not None and machine.drives.endurance is not None:
+        said += f", {written * TOKENS / machine.drives.endurance:.2%} of what the drives may have written"
+    yield said
+    more = 2 * job.micro_batches
+    other = predict(job.with_keys(gradient_accumulation_steps=more), machine, alone=True).written_per_token
+    yield f"{more} micro-batches of a step write {1 - other / written:.0%} less for each token"
 
 
 def _activations(prediction: Prediction) -> Iterator[str]:

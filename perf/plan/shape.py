@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.foreign import parse_json, printable, read_text
 from nvme_offload.optim.layout.blocks import find_ends
 from nvme_offload.perf.measure.loading import nothing_to_collect
+from nvme_offload.perf.plan.lora import FULL_BITS, Lora, bits_of_config, bits_of_files
 
 _NUMBERED = re.compile(r"layer|expert|depth|block", re.IGNORECASE)  # keys that say how many modules are made
 _MOST_MODULES = 10_000
@@ -24,6 +25,13 @@ _EXPERTS = (
 
 class ShapeError(ValueError):
     """A model's shape could not be read; says what to give instead."""
+
+
+class LinearSize(NamedTuple):
+    """A linear layer: its name within its layer, and the numbers of its columns and rows."""
+
+    name: str
+    sides: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,12 @@ class ModelShape:
     after: tuple[tuple[int, ...], ...] = ()  # the same of heads behind the layers
     idle: tuple[int, ...] = ()
     """Elements of each layer that a token is not multiplied with: those of experts that it does not visit. None: 0."""
+    linears: tuple[tuple[LinearSize, ...], ...] = ()
+    """The linear layers of each layer, by which adapters are counted. None: not known."""
+    adapters: tuple[tuple[int, ...], ...] = ()
+    """Elements of each trained parameter that LoRA adds to each layer; all others are frozen. None: all are trained."""
+    base_bits: float = FULL_BITS
+    """Bits of an element of frozen layers, as their files have them."""
 
     @property
     def numel(self) -> int:
@@ -56,8 +70,10 @@ class ModelShape:
     @property
     def work(self) -> tuple[int, ...]:
         """Elements of each of `groups` that a token is multiplied with: an embedding is looked up, a head is not."""
-        head = self.tied_numel or (0 if self.after else self.vocab_size * self.hidden_size)
-        rest = (sum(self.rest) - self.tied_numel + head,) if self.rest else ()
+        vocabulary = self.vocab_size * self.hidden_size
+        head = self.tied_numel or (0 if self.after else vocabulary)
+        looked_up = sum(numel for numel in self.rest if numel >= vocabulary > 0)
+        rest = (sum(self.rest) - looked_up + head,) if self.rest else ()
         idle = self.idle or (0,) * len(self.layers)
         layers = tuple(sum(layer) - unused for layer, unused in zip(self.layers, idle, strict=True))
         return rest + (0,) * len(self.before) + layers + tuple(map(sum, self.after))
@@ -69,16 +85,42 @@ class ModelShape:
         return numel if numel and max(self.rest, default=0) >= numel else 0
 
     @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest weight of a layer that is multiplied with at once: of experts, one by one."""
+        return max((rows * columns for linears in self.linears for _, (rows, columns) in linears), default=0)
+
+    @property
     def num_layers(self) -> int:
         """Number of repeated layers."""
         return len(self.layers)
 
+    @property
+    def first_layer(self) -> int:
+        """The place of the first layer in `groups`."""
+        return len(self.groups) - len(self.after) - len(self.layers)
+
     def with_layers(self, num_layers: int) -> Self:
         """A model of this shape with another number of layers; all are as large as the largest."""
-        largest, idle = max(
-            zip(self.layers, self.idle or (0,) * len(self.layers), strict=True), key=lambda it: sum(it[0])
+        largest = max(range(len(self.layers)), key=lambda number: sum(self.layers[number]))
+        of_layers: dict[str, Any] = {
+            name: (known[largest],) * num_layers
+            for name in ("layers", "idle", "linears", "adapters")
+            if (known := getattr(self, name))
+        }
+        return replace(self, **of_layers)
+
+    def with_lora(self, lora: Lora) -> Self:
+        """This model with adapters beside its linear layers, and all else frozen. Raises ShapeError for no adapter."""
+        adapters = tuple(
+            tuple(lora.rank * side for linear in linears if lora.takes(linear.name) for side in linear.sides)
+            for linears in self.linears
         )
-        return replace(self, layers=(largest,) * num_layers, idle=(idle,) * num_layers)
+        if not any(adapters):
+            names = sorted({linear.name for linears in self.linears for linear in linears})
+            raise ShapeError(
+                f"--lora: {self.name} has none of these linear layers; it has {', '.join(names) or 'none'}"
+            )
+        return replace(self, adapters=adapters, base_bits=lora.bits or self.base_bits)
 
     @classmethod
     def of_numbers(cls, num_params: int, num_layers: int, hidden_size: int | None = None, vocab_size: int = 0) -> Self:
@@ -97,6 +139,7 @@ class ModelShape:
             name=f"{num_params / 1e9:.3g} B parameters",
             layers=((layer_numel,),) * num_layers,
             rest=(rest,) if (rest := num_params - num_layers * layer_numel) else (),
+            linears=(_plain_linears(hidden_size, 4 * hidden_size),) * num_layers,
             hidden_size=hidden_size,
             intermediate_size=4 * hidden_size,
             vocab_size=vocab_size,
@@ -109,7 +152,7 @@ class ModelShape:
         The model is built without data (on the meta device).
         """
         file = path / "config.json" if path.is_dir() else path
-        _check_config(file)
+        said = _read_config(file)
         try:
             with nothing_to_collect():
                 import transformers
@@ -121,12 +164,15 @@ class ModelShape:
                 config = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
                 model = _model_of(transformers, config)
             name = config.name_or_path or type(model).__name__
-            return cls.of_module(model, name=name, config=config.get_text_config())
+            shape = cls.of_module(model, name=name, config=config.get_text_config())
+            packable = sum(map(sum, shape.layers))
+            bits = bits_of_files(file.parent, shape.numel - packable, packable) or bits_of_config(said)
+            return replace(shape, base_bits=bits)
         except ShapeError:
             raise
         except Exception as error:  # whatever its classes raise of what they did not expect
-            said = printable(str(error) or type(error).__name__).partition("\n")[0]
-            raise ShapeError(f"{file}: transformers cannot build a model from it: {said}") from error
+            why = printable(str(error) or type(error).__name__).partition("\n")[0]
+            raise ShapeError(f"{file}: transformers cannot build a model from it: {why}") from error
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> Self:
@@ -150,6 +196,7 @@ class ModelShape:
         return cls(
             name=name,
             layers=_sizes(blocks),
+            linears=tuple(map(_linears, blocks)),
             rest=tuple(param.numel() for param in model.parameters() if param not in in_units),
             before=_sizes(ends[:num_before]),
             after=_sizes(ends[num_before:]),
@@ -181,7 +228,7 @@ def _idle(blocks: Iterable[torch.nn.Module], config: Any) -> tuple[int, ...]:
     )
 
 
-def _check_config(file: Path) -> None:
+def _read_config(file: Path) -> dict[str, Any]:
     """Raise ShapeError for what is no model's configuration, before a library is loaded that would work on it."""
     try:
         said = parse_json(read_text(file))
@@ -194,10 +241,27 @@ def _check_config(file: Path) -> None:
         raise ShapeError(f"{file}: this is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ShapeError(f"{file}: this is no config.json of a model")
-    for section in (said, *(part for part in said.values() if isinstance(part, dict))):
+    document: dict[str, Any] = said
+    for section in (document, *(part for part in document.values() if isinstance(part, dict))):
         for name, value in section.items():
             if _NUMBERED.search(name) and type(value) in (int, float) and not 0 <= value <= _MOST_MODULES:
                 raise ShapeError(f"{file}: {name} is {value!r}; a number from 0 to {_MOST_MODULES} can be built")
+    return document
+
+
+def _linears(block: torch.nn.Module) -> tuple[LinearSize, ...]:
+    """Return the linear layers of a block, of any class that has the attributes of torch's."""
+    found = (
+        (name, getattr(module, "in_features", None), getattr(module, "out_features", None))
+        for name, module in block.named_modules()
+    )
+    return tuple(LinearSize(name, (rows, columns)) for name, columns, rows in found if rows and columns)
+
+
+def _plain_linears(hidden: int, intermediate: int) -> tuple[LinearSize, ...]:
+    """Return the linear layers of a layer with 12 x hidden^2 parameters."""
+    square = [LinearSize(f"{name}_proj", (hidden, hidden)) for name in "qkvo"]
+    return (*square, LinearSize("up_proj", (hidden, intermediate)), LinearSize("down_proj", (intermediate, hidden)))
 
 
 def _sizes(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ and there.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -64,8 +64,9 @@ def of_parameters(
     has_root: bool,
     twice: bool,
     updated_in: Phase = "update",
+    frozen: Collection[int] = (),
 ) -> StepTraffic:
-    """Traffic of the parameters: gathered in forward and backward, updated in the step.
+    """Traffic of the parameters: gathered in forward and backward, updated in the step but for `frozen` blocks.
 
     `sizes` are of blocks in the order of the forward, `visits` the block of each subgroup in the order of the update's
     first direction. `has_root`: the first block is of what is in no layer, gathered first of all, also in backward.
@@ -73,7 +74,7 @@ def of_parameters(
     where the first forward gathers them, or the last backward.
     """
     if micro_batches > MOST_ROUNDS:
-        found = partial(of_parameters, has_root=has_root, twice=twice, updated_in=updated_in)
+        found = partial(of_parameters, has_root=has_root, twice=twice, updated_in=updated_in, frozen=frozen)
         return _of_many(micro_batches, lambda fewer: found(sizes, num_buffers, fewer, visits))
     rehearsal = _Rehearsal("parameters", sizes, num_buffers)
     forward = range(len(sizes))
@@ -82,11 +83,12 @@ def of_parameters(
     def train() -> None:
         for micro_batch in range(micro_batches):
             rehearsal.phase = "forward"
+            first, last = micro_batch == 0, micro_batch == micro_batches - 1
             for number in forward:
-                rehearsal.use(number, change=updated_in == "forward" and not micro_batch)
+                rehearsal.use(number, change=updated_in == "forward" and first and number not in frozen)
             rehearsal.phase = "backward"
             for number in backward:
-                rehearsal.use(number, change=updated_in == "backward" and micro_batch == micro_batches - 1)
+                rehearsal.use(number, change=updated_in == "backward" and last and number not in frozen)
 
     return rehearsal.of_steps(train, visits if updated_in == "update" else (), changes=True)
 

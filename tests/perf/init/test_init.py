@@ -37,7 +37,8 @@ def model(tmp_path, monkeypatch):
 def init(model, tmp_path, *more):
     output = tmp_path / "offload.json"
     arguments = ["init", "--model", str(model), "--path", str(tmp_path), "-o", str(output)]
-    done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *more])
+    batches = [] if "--micro-batches" in more else ["--micro-batches", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *batches, *more])
     return done, (json.loads(output.read_text()) if output.exists() else None)
 
 
@@ -147,3 +148,14 @@ def test_no_section_by_hand_is_planned_faster_by_more_than_5_percent(numbers, me
             others.append(other.time.seconds)
     assert others
     assert found.time.seconds <= 1.05 * min(others)
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml"])
+def test_the_suffix_says_in_what_the_section_is_written(suffix, tmp_path):
+    files = [tmp_path / f"offload{each}" for each in (".json", suffix)]
+    for file in files:
+        assert init("qwen3-8b", tmp_path, "-o", str(file), "--host-memory", "24GiB", "--lora", "r=8")[0].exit_code == 0
+    one, other = map(OffloadConfig.from_file, files)
+    assert one == other != OffloadConfig()
+    assert files[1].read_text().count("\n") > 6
+    assert init("qwen3-8b", tmp_path, "-o", str(tmp_path / "offload.ini"))[0].exit_code == 2
