@@ -11,7 +11,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.access.values import CommittedValues
 from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.recorded import RecordedRun
+from nvme_offload.optim.durable.identity import RecordedRun
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.updates.logs import SlotLogs
 

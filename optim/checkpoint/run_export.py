@@ -18,7 +18,7 @@ from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, write
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
-from nvme_offload.optim.durable.recorded import RecordedParam
+from nvme_offload.optim.durable.identity import RecordedParam
 
 _SHOWN = 4
 

@@ -28,7 +28,7 @@ from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import DurableMeans
 from nvme_offload.optim.updates.logs import SlotLogs, is_loggable
-from nvme_offload.optim.updates.updater import Means
+from nvme_offload.optim.updates.work import Means
 
 _UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf/benchmarks/bench_kernel.py`
 _ITEMSIZE = 2  # of a gradient in 16 bits

@@ -22,7 +22,7 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.state.visits import FirstUses
 from nvme_offload.optim.state.worker import Worker, WorkerJob
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.updater import Means
+from nvme_offload.optim.updates.work import Means
 
 _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 

@@ -16,7 +16,7 @@ from nvme_offload.optim.state.table import ParamRecord, ParamTable
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.updater import Fused, Means
+from nvme_offload.optim.updates.work import Fused, Means
 
 
 class Ground(NamedTuple):

@@ -12,7 +12,7 @@ from nvme_offload.optim.layout.flat import PartitionStandIn, Sharding
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.ranks.collective import device_of
 from nvme_offload.optim.state.table import ParamTable
-from nvme_offload.optim.updates.updater import Fused
+from nvme_offload.optim.updates.work import Fused
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 

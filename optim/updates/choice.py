@@ -11,8 +11,7 @@ from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.logged import LoggedKernel
 from nvme_offload.optim.updates.mirrored import DeviceMirror, Mirrored
-from nvme_offload.optim.updates.updater import Means, Updater
-from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+from nvme_offload.optim.updates.work import Means, RunTensors, SubgroupStep, Updater
 
 _MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns in
 

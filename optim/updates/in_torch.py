@@ -17,9 +17,8 @@ from nvme_offload.optim.layout.dither import store_rounded, words
 from nvme_offload.optim.layout.flat import unflatten
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.updates.updater import Updater
 from nvme_offload.optim.updates.whole_params import WholeParams
-from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+from nvme_offload.optim.updates.work import RunTensors, SubgroupStep, Updater
 
 
 class InTorch(Updater):

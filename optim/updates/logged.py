@@ -15,8 +15,7 @@ from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.updates.entry import MAX_SCALARS, PartOfMemory
 from nvme_offload.optim.updates.log_state import Draft, LogState
 from nvme_offload.optim.updates.logs import BaseTensors, SlotLogs
-from nvme_offload.optim.updates.updater import Means, Updater
-from nvme_offload.optim.updates.work import RunTensors, SubgroupStep
+from nvme_offload.optim.updates.work import Means, RunTensors, SubgroupStep, Updater
 
 
 @dataclass(frozen=True, kw_only=True)
