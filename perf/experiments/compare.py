@@ -211,7 +211,7 @@ class Side(Child):
         seconds, losses, figures = self.expect("turn")
         self._found.seconds += seconds
         self._found.losses += losses
-        self._found.figures += figures
+        self._found.figures.extend(figures)
         return float(sum(seconds)) / self._turn
 
     def end(self) -> None:
