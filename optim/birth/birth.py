@@ -24,6 +24,7 @@ from nvme_offload.offload.shards.stored import (
 from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.values import LiveValues
+from nvme_offload.optim.birth.adapters import adapter_units
 from nvme_offload.optim.birth.in_place import BasePlaces
 from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
@@ -200,17 +201,7 @@ class Birth:
             body.blocks.synchronize()
 
     def _fill_from_initializers(self, initializers: Initializers, write: Write, blocks: Iterable[nn.Module]) -> None:
-        born: set[NewTensor] = set()
-
-        def place(new: NewTensor, whole: torch.Tensor) -> None:
-            if new in born:  # tied: the first module that has it gave the value
-                return
-            born.add(new)
-            local = whole.reshape(-1)
-            if new.shape:
-                local = whole.narrow(*_local_range(new.current)).reshape(-1)
-            _fill(new.current, lambda first, last: local[first:last], write)
-
+        place = _placer(write)
         for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
             initializers.run(unit, place)
 
@@ -223,9 +214,29 @@ class Birth:
         for module in self._model.modules():
             if any(True for _ in self._plan.unborn_buffers(module)):
                 initializers.run([module], place=None)
-        unborn = [new for new in self._plan.params if not _has_value(new.current)]
+        place = _placer(write)
+        for unit in adapter_units(self._model) if source.adapters else ():
+            initializers.run(unit, place)
+        adapters = set(source.adapters)
+        unborn = [new for new in self._plan.params if new not in adapters and not _has_value(new.current)]
         for new in tracked("loading the weights", unborn, lambda new: new.shape.numel()):
             _fill(new.current, _stored_values(source, new), write)
+
+
+def _placer(write: Write) -> Callable[[NewTensor, torch.Tensor], None]:
+    """Return what gives parameters their first whole value."""
+    born: set[NewTensor] = set()
+
+    def place(new: NewTensor, whole: torch.Tensor) -> None:
+        if new in born:  # tied: the first module that has it gave the value
+            return
+        born.add(new)
+        local = whole.reshape(-1)
+        if new.shape:
+            local = whole.narrow(*_local_range(new.current)).reshape(-1)
+        _fill(new.current, lambda first, last: local[first:last], write)
+
+    return place
 
 
 def _has_value(param: torch.Tensor) -> bool:

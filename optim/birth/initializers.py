@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import own_initializer, refuse_writes, version_of
 from nvme_offload.offload.shards.split_tensor import SplitTensor
+from nvme_offload.optim.birth.adapters import adapter_units, initialize_adapters
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, has_new_value
 from nvme_offload.optim.ranks.collective import device_of
 
@@ -32,6 +33,8 @@ class Initializers:
         self._device = device
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._hugging_face = _hugging_face_models(model)
+        self._model = model
+        self._of_adapters = {module for unit in adapter_units(model) for module in unit}
 
     def run(self, unit: Sequence[nn.Module], place: Callable[[NewTensor, torch.Tensor], None] | None) -> None:
         """Give some modules whole parameters, initialise them, hand the values on, and take the memory back.
@@ -77,7 +80,12 @@ class Initializers:
 
     def _initialize_own(self, module: nn.Module) -> None:
         owner, reset = self._hugging_face.get(module), own_initializer(module)
-        if owner is not None:
+        if module in self._of_adapters:
+            if hasattr(module, "lora_A"):
+                initialize_adapters(self._model, module)
+            elif reset is not None:
+                reset()
+        elif owner is not None:
             owner._init_weights(module)  # type: ignore[operator]  # Hugging Face's name for what models override
             left_out = any(param.isnan().any() for param in module.parameters(recurse=False))
             if left_out and reset is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nvme_offload.offload._torch_private import version_of
+from nvme_offload.optim.birth.adapters import adapter_units
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE
 
 
@@ -71,6 +72,12 @@ class BirthPlan:
             if place not in self._buffer_at:
                 self.buffers.append(NewTensor(buffer.shape, buffer.dtype, persistent=name in persistent))
             self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
+
+        of_adapters = (
+            (module, name) for unit in adapter_units(model) for module in unit for name in module._parameters
+        )
+        self.adapters = list(dict.fromkeys(self.param_at[place] for place in of_adapters if place in self.param_at))
+        """The parameters of adapters, which have initialisers of their own."""
 
     def unborn_buffers(self, module: nn.Module) -> Iterator[NewTensor]:
         """Yield buffers of a module (not of its children) that are still on the meta device."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from nvme_offload.offload.errors import WeightsError
 from nvme_offload.offload.weights.reader import HeaderEntry, SafetensorsReader
+from nvme_offload.optim.birth.adapters import BaseNames
 from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
 from nvme_offload.optim.birth.published_names import Region, regions_of
 
@@ -33,11 +34,14 @@ class WeightSource:
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, plan: BirthPlan) -> None:
         self._reader = SafetensorsReader(path)
-        wanted = [*plan.params, *(buffer for buffer in plan.buffers if buffer.persistent)]
-        stored, ignored = self._reader.tensors, _ignored(model, plan)
-        self._regions, problems = _match(wanted, stored, ignored, {})
-        if problems and (published := _published(model, wanted)):
-            regions, others = _match(wanted, stored, ignored, published)
+        base, stored = BaseNames.of(model), self._reader.tensors
+        self.adapters = [new for new in plan.adapters if not any(base.of_file(name) in stored for name in new.names)]
+        """Parameters that have initialisers of their own and are in no file."""
+        params = [new for new in plan.params if new not in self.adapters]
+        wanted, ignored = [*params, *(new for new in plan.buffers if new.persistent)], _ignored(base.module, plan)
+        self._regions, problems = _match(base, wanted, stored, ignored, {})
+        if problems and (published := _published(base, wanted)):
+            regions, others = _match(base, wanted, stored, ignored, published)
             if len(others) < len(problems):
                 self._regions, problems = regions, others
         if problems:
@@ -87,15 +91,17 @@ def _ignored(model: nn.Module, plan: BirthPlan) -> re.Pattern[str]:
     return re.compile("|".join(sorted(patterns)) or r"(?!)")
 
 
-def _published(model: nn.Module, wanted: Iterable[NewTensor]) -> dict[str, list[Region]]:
+def _published(base: BaseNames, wanted: Iterable[NewTensor]) -> dict[str, list[Region]]:
     """Return what files of a model of transformers have, by name of a parameter; nothing where that is not known."""
-    tensors = {name: torch.empty(new.shape, dtype=new.dtype, device="meta") for new in wanted for name in new.names}
+    named = ((base.of_file(name), new) for new in wanted for name in new.names)
+    tensors = {name: torch.empty(new.shape, dtype=new.dtype, device="meta") for name, new in named}
     with suppress(Exception):  # of transformers: what does not fit is said under the model's own names
-        return regions_of(model, tensors)
+        return regions_of(base.module, tensors)
     return {}
 
 
 def _match(
+    base: BaseNames,
     wanted: Iterable[NewTensor],
     stored: Mapping[str, HeaderEntry],
     ignored: re.Pattern[str],
@@ -104,7 +110,8 @@ def _match(
     """Return what of the files is which tensor, and what does not fit, in words."""
     found, missing, misfits, known = dict[NewTensor, list[Region]](), list[NewTensor](), list[str](), set[str]()
     for new in wanted:
-        choices = [published.get(name) or [Region.whole(name, new.shape)] for name in new.names]
+        names = [base.of_file(name) for name in new.names]
+        choices = [published.get(name) or [Region.whole(name, new.shape)] for name in names]
         known.update(region.name for regions in choices for region in regions)
         chosen = next((regions for regions in choices if all(region.name in stored for region in regions)), None)
         if chosen is None:

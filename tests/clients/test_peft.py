@@ -217,3 +217,30 @@ def test_what_cannot_be_saved_or_merged_is_refused_in_words(alone, tmp_path):
     with initialize(packed, section(tmp_path)) as engine, refused:
         engine.export_safetensors(tmp_path / "a", merge=True)
     assert not (tmp_path / "a").exists()
+
+
+@client("PEFT", "LoRA around a base on meta, which is read in place from its files")
+def test_adapters_around_a_base_on_meta_begin_as_peft_has_them(alone, tmp_path):
+    """Of a base with experts that are published one by one; logits are those of PEFT around the base in memory."""
+    base = mixtral(torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    without = logits_of(base)
+    with torch.device("meta"):
+        model = adapted(lora(init_lora_weights=True), base=mixtral(torch.float32))
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    config = section(tmp_path)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": tmp_path, "frozen": "in_place"}
+    with initialize(model, config, weights=tmp_path / "base") as engine:
+        born = {name: value.clone() for name, value in engine.weights("own")}
+        for name, value in born.items():
+            assert "lora_B" not in name or not value.any()
+            assert "lora_A" not in name or (value.any() and value.abs().max() <= 1 / value.shape[1] ** 0.5)
+        assert list(engine.optimizer.store.blocks.bases) == ["model.safetensors"]
+        train(engine)
+        engine.save_adapter(tmp_path / "adapter")
+        engine.module.eval()
+        with torch.no_grad():
+            ours = engine(input_ids=IDS).logits.clone()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(ours, logits_of(loaded))
+    assert not torch.equal(ours, without)
