@@ -217,7 +217,9 @@ class OutOfSpaceError(SwapIOError):
     def __str__(self) -> str:
         needed, free = format_bytes(self.needed_bytes), format_bytes(self.free_bytes)
         exact = f"{self.needed_bytes} and {self.free_bytes} bytes"
-        return f"{super().__str__()}; needed {needed}, free {free} ({exact})"
+        seems_enough = self.errno == errno_names.ENOSPC and self.needed_bytes <= self.free_bytes
+        maps = "; the map of the file needs blocks, too" if seems_enough else ""
+        return f"{super().__str__()}; needed {needed}, free {free} ({exact}){maps}"
 
 
 class WeightFileError(SwapIOError):

@@ -404,7 +404,14 @@ def test_out_of_space_says_needed_and_free():
     error = OutOfSpaceError(path="/nvme/swap", needed_bytes=4 * GiB, free_bytes=3 * GiB)
     assert isinstance(error, SwapIOError)
     assert error.errno == errno.ENOSPC
-    assert "needed 4 GiB, free 3 GiB (4294967296 and 3221225472 bytes)" in str(error)
+    assert str(error).endswith("needed 4 GiB, free 3 GiB (4294967296 and 3221225472 bytes)")
+
+
+@pytest.mark.parametrize(("code", "is_said"), [(errno.ENOSPC, True), (errno.EDQUOT, False)])
+def test_out_of_space_that_seems_to_be_enough_says_what_else_needs_blocks(code, is_said):
+    """ext4 and XFS reserve less than statvfs calls free (findings/free_space_cannot_be_reserved.sh)."""
+    error = OutOfSpaceError(path="/nvme/swap", needed_bytes=GiB, free_bytes=GiB, errno=code)
+    assert str(error).endswith("the map of the file needs blocks, too") is is_said
 
 
 def test_a_limit_of_the_process_is_not_taken_for_one_of_the_folder():
