@@ -92,7 +92,7 @@ def test_trainer_goes_on_from_its_checkpoint(drive, tmp_path):
 
 def test_every_example_is_listed_and_short():
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert scripts == sorted([*SIZES, "train_large.py"])
+    assert scripts == sorted([*SIZES, "lora_large.py", "train_large.py"])
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for name in scripts:
         assert f"]({name})" in index
