@@ -20,8 +20,15 @@ from nvme_offload.aio_native.finalizing import finalize
 def start(thread: threading.Thread) -> None:
     """Start a thread; RuntimeError: the system refuses one. An exception in between leaves one that begins, or none."""
     told: SimpleQueue[BaseException | None] = SimpleQueue()
-    _thread.start_new_thread(_start, (thread, told))
-    if (refusal := told.get()) is not None:
+    try:
+        _thread.start_new_thread(_start, (thread, told))
+        refusal = told.get()
+    except RuntimeError as error:
+        refusal = error
+    if isinstance(refusal, RuntimeError):
+        remedy = "raise what limits threads or address space: ulimit -u, ulimit -v, pids.max of the control group"
+        raise RuntimeError(f"the thread {thread.name} is refused: {refusal}; {remedy}") from refusal
+    if refusal is not None:
         raise refusal
 
 
