@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from tests.support.file_systems import GROUNDS
 from tests.support.sandbox import can_mount, run_python
 
 BEGIN, END = "<!-- file systems: made by `make filesystems` -->", "<!-- end of file systems -->"
+TOOLS = {
+    "e2fsprogs": ("mkfs.ext4", "-V"),
+    "xfsprogs": ("mkfs.xfs", "-V"),
+    "btrfs-progs": ("mkfs.btrfs", "--version"),
+}
 QUICK = {"ext3", "btrfs", "overlay on tmpfs"}
 needs_loops = pytest.mark.skipif(
     os.geteuid() != 0 or not can_mount() or not Path("/dev/loop-control").exists(),
@@ -33,21 +39,19 @@ def table():
 def _table(rows):
     columns = ("doctor", "kill, resume", "full disk", "shutdown")
     lines = [f"| File system | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in rows.items():
+    for name, row in sorted(rows.items(), key=lambda row: [*GROUNDS].index(row[0])):
         cells = [row.get(column, "") for column in columns] if "missing" not in row else ["not there"] * len(columns)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    tools = [
-        _first_line(*command) for command in (("mkfs.ext4", "-V"), ("mkfs.xfs", "-V"), ("mkfs.btrfs", "--version"))
-    ]
-    return "\n".join([*lines, "", f"Linux {platform.release()}, {platform.machine()}; {', '.join(tools)}."])
+    tools = ", ".join(f"{name} {_version(*command)}" for name, command in TOOLS.items())
+    return "\n".join([*lines, "", f"Linux {platform.release().partition('-')[0]} on {platform.machine()}; {tools}."])
 
 
-def _first_line(*command):
+def _version(*command):
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        return f"no {command[0]}"
-    return (done.stdout or done.stderr).splitlines()[0]
+        return "not installed"
+    return re.search(r"\d+(\.\d+)+", done.stdout + done.stderr)[0]
 
 
 @needs_loops
