@@ -16,6 +16,7 @@ from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.weights.reader import SafetensorsReader
 from nvme_offload.optim.access.full_values import set_full_param
 from nvme_offload.optim.adapters.figures import missing
+from nvme_offload.optim.checkpoint.peft_files import has_adapters
 from nvme_offload.optim.zero.engine import OffloadEngine
 
 try:
@@ -61,7 +62,15 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # accelerate puts nothing around it, and Trainer, who shifts smoothed labels by its name, finds the one of old.
         name = type(engine.module).__name__.removeprefix("FSDP")
         vars(engine.module).update(_is_accelerate_prepared=True, _get_name=partial(str, name))
-        super().__init__(model=engine.module, args=args, **given)
+        try:
+            super().__init__(model=engine.module, args=args, **given)
+        except RuntimeError as error:
+            if not (has_adapters(engine.module) and "mixed torch.Tensor and DTensor" in str(error)):  # torch's words
+                raise
+            raise ValueError(
+                "OffloadTrainer: this trainer copies adapters of a model that is sharded already, as DPOTrainer does "
+                "for its reference: give it a ref_model, or switch adapters off by disable_adapter() in your own loop"
+            ) from error
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have no backward and no clipping but the engine's."""
@@ -105,7 +114,10 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights as `from_pretrained` reads them, and what `Trainer` saves beside them."""
         folder = Path(output_dir or str(self.args.output_dir))
-        self.engine.export_safetensors(folder, "own", published=not self.args.save_only_model)  # which reads it
+        if has_adapters(self.engine.module):
+            self.engine.save_adapter(folder)
+        else:
+            self.engine.export_safetensors(folder, "own", published=not self.args.save_only_model)  # which reads it
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             for part in (*(getattr(self.model, name, None) for name in ("config", "generation_config")), tokenizer):
@@ -139,6 +151,10 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         best = str(self.state.best_model_checkpoint)
         if not self.args.save_only_model:
             self._load_optimizer_and_scheduler(best)
+            return
+        if has_adapters(self.engine.module):
+            for name in self.engine.module.peft_config:  # type: ignore[union-attr]
+                self.engine.module.load_adapter(best if name == "default" else Path(best, name), name)  # type: ignore[operator]
             return
         with SafetensorsReader(best) as weights:
             for name, param in self.engine.named_parameters():

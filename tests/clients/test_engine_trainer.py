@@ -105,6 +105,40 @@ def test_losses_and_weights_have_the_bits_of_trainers_loop(tmp_path, loss):
         assert [entry["offload/steps"] for entry in trainer.state.log_history if "loss" in entry] == [*range(1, 7)]
 
 
+@client(
+    "PEFT", "LoRA in `Trainer` and `SFTTrainer` over an engine, block by block, saved as PEFT does", WITH_A_LINE, BLOCKS
+)
+def test_adapters_train_and_are_saved_as_peft_does(tmp_path):
+    peft = pytest.importorskip("peft", reason="make clients installs it")
+
+    def adapted():
+        base = model()
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_only_model": True,
+    }
+    args = arguments(tmp_path, load_best_model_at_end=True, **best)
+    wanted = stock(arguments(tmp_path), adapted())
+    with engine_of(tmp_path, args, made=adapted()) as engine:
+        trainer = OffloadTrainer(engine, args, train_dataset=data(), eval_dataset=data(2))
+        trainer.train()
+        assert logged(trainer) == wanted[0]
+        loaded = peft.PeftModel.from_pretrained(model(), trainer.state.best_model_checkpoint)
+        assert_same(dict(engine.weights("fp32")), dict(loaded.named_parameters()))
+        trl, texts = pytest.importorskip("trl"), METHODS["DPO"]
+        mine = type("Mine", (OffloadTrainer, trl.DPOTrainer), {})
+        args = arguments(tmp_path, partial(trl.DPOConfig, bf16=False, **texts[1]))
+        given = {"train_dataset": pytest.importorskip("datasets").Dataset.from_list(texts[0])}
+        with pytest.raises(ValueError, match=r"copies adapters of a model that is sharded already.*disable_adapter"):
+            mine(engine, args, processing_class=tokenizer(), **given)
+
+
 @client("TRL", "its trainers over an engine, block by block", WITH_A_LINE, "`class Mine(OffloadTrainer, SFTTrainer)`")
 @pytest.mark.parametrize("method", ["SFT", "DPO"])
 def test_trainers_of_trl_have_the_bits_of_their_loop(tmp_path, method):

@@ -188,6 +188,42 @@ def test_a_merged_export_has_the_bits_of_peft(rank, world_size, kind, tmp_path):
                 assert_same(*map(load_file, files))
 
 
+@client("PEFT", "DPO whose reference is the base, adapters switched off, block by block; `generate`")
+def test_adapters_switched_off_are_the_reference_of_dpo(alone, tmp_path):
+    def made():
+        return adapted(lora(target_modules=["q_proj", "lm_head"]))
+
+    def loss_of(call, module, ids):
+        with torch.no_grad(), module.disable_adapter():
+            reference = call(input_ids=ids, labels=ids).loss
+        return nn.functional.softplus(call(input_ids=ids, labels=ids).loss - reference)
+
+    ends, plain = [], made()
+    for tier, order in itertools.product(TIERS, ("loop", "horizontal", "vertical")):
+        config = section(tmp_path, tier, gradient_accumulation_steps=COUNT)
+        config |= {} if order == "loop" else {"micro_batch_order": order}
+        losses = []
+        with initialize(made(), config) as engine:
+            for step in range(3):
+                batches = [IDS.roll(COUNT * step + number, 1) for number in range(COUNT)]
+                if order == "loop":
+                    for batch in batches:
+                        losses.append(loss_of(engine, engine.module, batch))
+                        engine.backward(losses[-1])
+                        engine.step()
+                else:
+                    losses += engine.accumulate(lambda batch: loss_of(engine, engine.module, batch), batches)
+                    engine.step()
+            ends.append(([loss.item() for loss in losses], dict(engine.weights("fp32"))))
+            plain.load_state_dict(ends[-1][1])
+            given = {"input_ids": IDS[:, :4], "max_new_tokens": 6, "do_sample": False}
+            assert torch.equal(engine.module.generate(**given), plain.generate(**given))
+            assert losses[0].item() == loss_of(start := made(), start, IDS).item()
+    for losses, weights in ends[1:]:
+        assert losses == ends[0][0]
+        assert_same(weights, ends[0][1])
+
+
 def test_what_cannot_be_saved_or_merged_is_refused_in_words(alone, tmp_path):
     with initialize(nn.Linear(3, 2), section(tmp_path, "memory")) as engine:
         with pytest.raises(
