@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nvme_offload.offload.activations.kept import Holder, Near, SavedRecord
-from nvme_offload.offload.devices.device import CopyQueue, Event, current_stream
+from nvme_offload.offload.activations.kept import Holder, SavedRecord
+from nvme_offload.offload.devices.device import CopyQueue, Event, Near
 
 _NUM_LEAVING = 2  # one is copied, one waits for that: the stream that computes the third hardly waits for the first
 NUM_AHEAD = 2
@@ -38,12 +38,8 @@ class DeviceCopies:
 
     def leave(self, record: SavedRecord, source: torch.Tensor, target: torch.Tensor) -> Holder:
         """Copy a storage, 1D uint8, to host memory, and have the record hold both. The caller may let go of them."""
-        owner = current_stream(self.device)
-        self._down.come_after()
-        self._down.copy(target, source, kept=True)
-        mark, number = self._down.mark(), record.number
-        self._landing[number] = mark, target
-        near = Near(source, mark, owner)
+        near, number = self._down.carry(target, source), record.number
+        self._landing[number] = near.mark, target
         holder = record.hold(target, near)
         self._leaving[number] = near, weakref.ref(holder)
         if len(self._leaving) > _NUM_LEAVING:
@@ -52,13 +48,9 @@ class DeviceCopies:
 
     def bring_ahead(self, number: int, source: torch.Tensor) -> None:
         """Copy a record's bytes, 1D uint8, from host memory to new memory of the device."""
-        owner = current_stream(self.device)
-        target = torch.empty_like(source, device=self.device)
-        self._up.come_after()  # what had the memory before, and the copy that brought `source`: it was let go
-        self._up.copy(target, source, kept=True)
-        mark = self._up.mark()
-        self._arriving[number] = mark, source
-        self._ahead[number] = Near(target, mark, owner)
+        # It comes after what had the memory before, and after the copy that brought `source`: that was let go.
+        near = self._ahead[number] = self._up.carry(torch.empty_like(source, device=self.device), source)
+        self._arriving[number] = near.mark, source
 
     def take(self, holder: Holder, source: torch.Tensor | None) -> torch.Tensor:
         """Return the memory on the device, behind whose copy this thread's stream comes; brought now if it must be.

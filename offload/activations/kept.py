@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from nvme_offload.offload._torch_private import storage_identity, version_of
-from nvme_offload.offload.devices.device import Event, Stream
+from nvme_offload.offload.devices.device import Event, Near
 from nvme_offload.offload.errors import check_may_follow
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
 
@@ -98,19 +98,6 @@ class SavedRecord:
         self.residency, self.transfer = residency, transfer or self.transfer
         if (holder := self.holder) is not None:
             holder.hold(memory)
-
-
-class Near(NamedTuple):
-    """Memory of a device, 1D uint8, and a mark behind the copy of it, or to it."""
-
-    memory: torch.Tensor
-    mark: Event
-    owner: Stream
-    """It allocated the memory, and may use it again behind the mark."""
-
-    def let_go(self) -> None:
-        """Let the memory be used again; whoever has this lets go of it next."""
-        self.owner.wait_event(self.mark)
 
 
 class Holder:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,6 +147,19 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+class Near(NamedTuple):
+    """Memory of a device, and a mark behind the copy of it, or to it."""
+
+    memory: torch.Tensor
+    mark: Event
+    owner: Stream
+    """It allocated the memory, and may use it again behind the mark."""
+
+    def let_go(self) -> None:
+        """Let the memory be used again; whoever has this lets go of it next."""
+        self.owner.wait_event(self.mark)
+
+
 class CopyQueue:
     """Copies between a device and the host in one direction: a stream beside the one that computes.
 
@@ -163,38 +176,35 @@ class CopyQueue:
         """Let what is queued from here on begin after a mark; by default after all that this thread has queued."""
         self._stream.wait_event(queued(self.device) if mark is None else mark)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, kept: bool = False) -> None:
-        """Queue a copy, which runs behind the host's back where the memory there is pinned.
+    def carry(self, target: torch.Tensor, source: torch.Tensor) -> Near:
+        """Queue a copy behind all that this thread has queued; it runs behind the host's back if the memory is pinned.
 
-        It never casts: that would leave the way of DMA. Neither side may be touched before a mark behind it. With
-        `kept` the caller keeps what is on the device until the stream that it was allocated on comes after the copy.
-        Else it may be freed at once. The allocator then gives it to nobody before the host has seen the end of the
-        copy, and reserves more while the host is ahead of the device.
+        It never casts: that would leave the way of DMA. Neither side may be touched before the mark behind it. The
+        caller keeps what is on the device until `Near.let_go`, or until the stream that owns it comes after the mark.
         """
+        assert target.dtype is source.dtype
+        self.come_after()
         with self._module.stream(self._stream):
-            self._queue(target, source, kept=kept)
+            target.copy_(source, non_blocking=True)
+        return Near(_on_device(target, source), self.mark(), current_stream(self.device))
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Queue copies, as pairs of target and source; returns a mark behind them. If one fails, none is under way.
 
-        One thread at a time may call it: a stream that is entered itself, and not by its module, which takes ten times
-        as long, remembers in itself where to go back to.
+        What is on the device may be freed at once. The allocator gives it to nobody before the host has seen the end of
+        the copy, and reserves more while the host is ahead of the device. One thread at a time may call it: a stream
+        that is entered itself, and not by its module, which takes ten times as long, remembers where to go back to.
         """
         try:
             with self._stream:
                 for target, source in pairs:
-                    self._queue(target, source, kept=False)
+                    assert target.dtype is source.dtype
+                    target.copy_(source, non_blocking=True)
+                    _on_device(target, source).record_stream(self._stream)
         except BaseException:
             self.wait()
             raise
         return self.mark()
-
-    def _queue(self, target: torch.Tensor, source: torch.Tensor, *, kept: bool) -> None:
-        assert target.dtype is source.dtype
-        target.copy_(source, non_blocking=True)
-        if not kept:
-            on_device = source if is_host(target.device) else target
-            on_device.record_stream(self._stream)
 
     def computing(self) -> AbstractContextManager[object]:
         """Have operators of this thread run among the copies, in the order in which both are queued."""
@@ -249,6 +259,10 @@ def page_unlock(address: int, device: torch.device) -> None:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is its bytes in host memory, one after the other."""
     return tensor.device == HOST and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _on_device(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return source if is_host(target.device) else target
 
 
 def _being_current(module: Any, device: torch.device) -> AbstractContextManager[object]:

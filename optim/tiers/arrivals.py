@@ -137,23 +137,21 @@ class Arrivals:
         while len(self._kept) > _NUM_KEPT:
             self._kept[0].let_go(self._queue)
             self._kept.popleft()
-        self._queue.come_after()
         try:
-            self._queue.copy(target, arrival.grad, kept=True)
+            mark = self._queue.carry(target, arrival.grad).mark
         except torch.OutOfMemoryError:
             arrival.forget_what_follows()  # it would find another gradient there
             raise
-        self._hand_over(arrival)
+        self._hand_over(arrival, mark)
 
-    def _hand_over(self, arrival: _Arrival) -> None:
-        mark = self._queue.mark()
+    def _hand_over(self, arrival: _Arrival, mark: Event) -> None:
         self._handed.put((arrival, mark))
         arrival.mark = mark  # last: what an exception stops before this is handed over once more
 
     def _wait_for(self, last: _Arrival) -> None:
         for arrival in self._on_way:
             if arrival.mark is None:
-                self._hand_over(arrival)
+                self._hand_over(arrival, self._queue.mark())
         last.has_landed.wait()
 
     def _forget_landed(self) -> None:

@@ -35,23 +35,18 @@ class MirroredRun(NamedTuple):
 
 
 class MirroredRuns:
-    """Pinned memory for the parameters and gradients of one subgroup."""
+    """A place in pinned memory for the parameters and gradients of one subgroup, up to `numel` elements."""
 
-    def __init__(self, numel: int, device: torch.device, locks: PageLocks) -> None:
-        self._region = HostRegion(2 * _MAX_ITEMSIZE * numel)
-        self._grads_at = _MAX_ITEMSIZE * numel
+    def __init__(self, region: HostRegion, place: int, numel: int) -> None:
+        self._region = region
+        self._params_at = 2 * _MAX_ITEMSIZE * numel * place
+        self._grads_at = self._params_at + _MAX_ITEMSIZE * numel
         self.copies: dict[int, MirroredRun] = {}
         """The runs that were copied last, by index of the parameter."""
         self.arrived: Event | None = None
         """Behind the copies from the device."""
         self.left: Event | None = None
         """Behind the copies to the device."""
-        locks.lock(self._region, device, "lower zero_optimization.sub_group_size")
-
-    @property
-    def size_bytes(self) -> int:
-        """Host memory of it."""
-        return self._region.size_bytes
 
     def arrive(self, queue: CopyQueue, runs: Sequence[Run], param_of: ParamOf, grads: Grads) -> None:
         """Start copies from the device, of those runs that have a gradient."""
@@ -62,7 +57,7 @@ class MirroredRuns:
                 continue
             param, own, there, own_grad = param_of(run.param), None, None, None
             if _is_there(param):
-                own, there = self._view(run, param.dtype), run.part(flat_view(param))
+                own, there = self._view(run, param.dtype, self._params_at), run.part(flat_view(param))
                 pairs.append((own, there))
             if _is_there(grad):
                 own_grad = self._view(run, grad.dtype, self._grads_at)
@@ -75,12 +70,8 @@ class MirroredRuns:
         pairs = [(copy.there, copy.param) for copy in self.copies.values()]
         self.left = queue.copy_all((there, own) for there, own in pairs if there is not None and own is not None)
 
-    def _view(self, run: Run, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+    def _view(self, run: Run, dtype: torch.dtype, start: int) -> torch.Tensor:
         return self._region.view(dtype, start + run.at * dtype.itemsize, run.numel)
-
-    def close(self) -> None:
-        """Unpin it. No copy may be under way."""
-        self._region.unpin()
 
 
 class DeviceMirror:
@@ -98,6 +89,7 @@ class DeviceMirror:
     def __init__(self, meter: Meter, locks: PageLocks) -> None:
         self._meter = meter
         self._locks = locks
+        self._region: HostRegion | None = None
         self._mirrors: list[MirroredRuns] = []
         self._down: CopyQueue
         self._up: CopyQueue
@@ -106,23 +98,18 @@ class DeviceMirror:
 
     def fit(self, device: torch.device, max_numel: int) -> None:
         """Make room for `max_numel` padded elements, between two steps. After an error all is as before."""
-        mirrors: list[MirroredRuns] = []
-        try:
-            for _ in range(_NUM_MIRRORS):
-                mirrors.append(MirroredRuns(max_numel, device, self._locks))
-            queues = CopyQueue(device), CopyQueue(device)
-        except BaseException:
-            for mirror in mirrors:  # or the first would stay pinned
-                mirror.close()
-            raise
+        region = HostRegion(self.BYTES_PER_ELEMENT * max_numel)
+        queues = CopyQueue(device), CopyQueue(device)
+        self._locks.lock(region, device, "lower zero_optimization.sub_group_size")
         self.close()
         self._down, self._up = queues
-        self._mirrors, self._ready = mirrors, {}
+        self._region, self._ready = region, {}
+        self._mirrors = [MirroredRuns(region, place, max_numel) for place in range(_NUM_MIRRORS)]
 
     @property
     def size_bytes(self) -> int:
         """Pinned host memory of all mirrors."""
-        return sum(mirror.size_bytes for mirror in self._mirrors)
+        return 0 if self._region is None else self._region.size_bytes
 
     def begin_step(self) -> None:
         """Let the copies of this step come after the gradients, and after whatever still reads the parameters.
@@ -187,12 +174,11 @@ class DeviceMirror:
 
     def close(self) -> None:
         """Wait for the copies under way and unpin. Idempotent."""
-        if self._mirrors:
+        if self._region is not None:
             self._down.wait()
             self._up.wait()
-        for mirror in self._mirrors:
-            mirror.close()
-        self._mirrors = []
+            self._region.unpin()
+        self._region, self._mirrors = None, []
 
 
 class Mirrored(Updater):

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import random
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,14 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
-from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.optim.kernels import KernelPool, OnAccelerator, make_segment
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.step.norm import sums_from_device
-from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.updates.in_torch import update_run, update_run_fused
-from nvme_offload.optim.updates.mirrored import DeviceMirror, MirroredRuns
+from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.optim.updates.work import RunTensors, StepScalars
 from tests.support.late_device.mutations import OF_COMMITS, OF_MIRROR
 from tests.support.rules import CASES, VARIANTS
@@ -124,22 +121,21 @@ def test_what_is_committed_of_parameters_on_a_device_is_what_they_became(late, t
         assert_same_bits([parameter.detach() for parameter in params], expected)
 
 
-def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late, monkeypatch):
+def test_a_mirror_that_cannot_be_made_leaves_the_one_before(make_adamw, late):
     """A later group that needs larger mirrors is refused when no memory can be pinned for them."""
     params = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(100,)], *DTYPES)]
     optimizer = make_adamw(params, pin_memory=True)
     optimizer.place()
-    mirror, closed = optimizer.store.mirror, []
-    before, close = mirror.size_bytes, MirroredRuns.close
-    monkeypatch.setattr(MirroredRuns, "close", lambda runs: (closed.append(runs), close(runs)))
+    mirror = optimizer.store.mirror
+    before, locked = mirror.size_bytes, dict(late.pinned)
     larger = [torch.nn.Parameter(p.detach().to("late")) for p in params_of([(3 * 65536,)], *DTYPES)]
     late.refusals = 1
     with pytest.raises(RuntimeError, match=r"cudaHostRegister refused .*lower zero_optimization.sub_group_size, or"):
         optimizer.add_param_group({"params": larger})
-    assert (mirror.size_bytes, closed) == (before, [])
+    assert (mirror.size_bytes, late.pinned) == (before, locked)
     optimizer.add_param_group({"params": larger})
-    assert len(closed) == 3
     assert mirror.size_bytes > before
+    assert [*late.pinned.values()] == [mirror.size_bytes]
 
 
 @pytest.mark.parametrize(("device", "state", "number"), [("late", "cpu", 4), ("cpu", "cpu", 16), ("late", "nvme", 16)])
@@ -151,16 +147,6 @@ def test_left_out_subgroups_are_few_where_each_keeps_a_device_waiting(
     optimizer = make_adamw([torch.nn.Parameter(torch.zeros(16 * 65536).to(device))], state, sub_group_size=0)
     optimizer.place()
     assert optimizer.stats().num_subgroups == number
-
-
-def test_of_three_mirrors_none_stays_pinned_when_one_cannot_be(monkeypatch):
-    first = Mock()
-    monkeypatch.setattr(
-        "nvme_offload.optim.updates.mirrored.MirroredRuns", Mock(side_effect=[first, RuntimeError("refused")])
-    )
-    with pytest.raises(RuntimeError, match="refused"):
-        DeviceMirror(Meter(), PageLocks(asked=True)).fit(torch.device("cpu"), 100)
-    first.close.assert_called_once()
 
 
 @pytest.mark.gpu

@@ -137,7 +137,7 @@ class Copying:
     is_done = False
 
     def shift(self):
-        CopyQueue(torch.device("late", 1)).copy(torch.empty(8), torch.ones(8, device="late:1"))
+        CopyQueue(torch.device("late", 1)).carry(torch.empty(8), torch.ones(8, device="late:1"))
         self.is_done = True
         return False
 
@@ -223,7 +223,7 @@ def fail_halfway():
 def copy_to_what_is_dropped():
     region, queue = HostRegion(4096), CopyQueue(torch.device("late"))
     region.pin(torch.device("late"))
-    queue.copy(torch.empty(8, device="late"), region.view(torch.float32, 0, 8))
+    queue.copy_all([(torch.empty(8, device="late"), region.view(torch.float32, 0, 8))])
     torch.empty(8, device="late")  # which may get the same memory
     torch.late.synchronize()
     region.unpin()

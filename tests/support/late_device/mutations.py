@@ -10,9 +10,8 @@ import pytest
 
 from nvme_offload.offload._fsdp_passes import _GroupOfOne
 from nvme_offload.offload.activations.device_copies import DeviceCopies
-from nvme_offload.offload.activations.kept import Near
 from nvme_offload.offload.devices import device
-from nvme_offload.offload.devices.device import CopyQueue
+from nvme_offload.offload.devices.device import CopyQueue, Near
 from nvme_offload.offload.shards import departures
 from nvme_offload.offload.shards.departures import Departures
 from nvme_offload.offload.swapper.records import SwapIn, SwapOut, Task
@@ -107,12 +106,13 @@ def _hand_over_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[A
 
 def _send_at_once(of: Any, arrival: Any, target: Any) -> None:
     of._on_way.append(arrival)
-    of._queue.copy(target, arrival.grad)
-    of._hand_over(arrival)
+    of._hand_over(arrival, of._queue.copy_all([(target, arrival.grad)]))
 
 
-def _copy_and_record(queue: Any, target: Any, source: Any, **unused: Any) -> None:
-    _COPY(queue, target, source)
+def _carry_and_record(queue: Any, target: Any, source: Any) -> Near:
+    near = _CARRY(queue, target, source)
+    near.memory.record_stream(queue._stream)
+    return near
 
 
 def _sum_at_once(arrival: Any, mark: Any) -> None:
@@ -149,7 +149,7 @@ def _compute_at_once(alone: Any) -> None:
     _WAIT(alone)
 
 
-_FETCH, _BRING, _COPY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.copy
+_FETCH, _BRING, _CARRY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.carry
 _COME_AFTER = CopyQueue.let_current_come_after
 _COPY_EACH = Task._copied_each
 _SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
@@ -195,7 +195,7 @@ OF_UPDATES_BEHIND = {
     "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
 }
 OF_MEMORY = {
-    "what a gradient had waits for the host": _without(CopyQueue, "copy", _copy_and_record),
+    "what a gradient had waits for the host": _without(CopyQueue, "carry", _carry_and_record),
     "a thread begins with another device": _edited(
         arrivals, "_land_each", "begin_thread(device)", "begin_thread(torch.device(device.type, 1))"
     ),
@@ -206,7 +206,7 @@ OF_ENDS = {
     "a mirror ends with copies under way": _edited(DeviceMirror, "close", "self._down.wait()\n        self._up.wait()"),
     "copies that fail halfway leave one under way": _edited(CopyQueue, "copy_all", "self.wait()"),
     "what is copied to is not recorded": _edited(
-        CopyQueue, "_queue", "if not kept:", "if not kept and is_host(target.device):"
+        CopyQueue, "copy_all", "_on_device(target, source).record", "is_host(target.device) and source.record"
     ),
 }
 OF_COMMITS = {
@@ -228,7 +228,7 @@ OF_ENGINES = {
     "what is taken back goes before what went up": _edited(DurableState, "take_back", "self._ground.mirror.end_step()"),
     "a gradient is looked at before it has landed": _edited(GradTier, "copy_of", "self.flush()"),
     "the norm is taken before gradients have landed": _without(GradTier, "land", _nothing),
-    "a gradient is copied before it is computed": _edited(Arrivals, "_send", "self._queue.come_after()"),
+    "a gradient is copied before it is computed": _edited(CopyQueue, "carry", "self.come_after()"),
     "a copy is taken for over": _edited(Departures, "_end_finished", "and mark.query()", ""),
     "a block is given away without waiting": _edited(
         Departures, "free_one", "self._wait_for(self._on_way[0])", "self._end(self._on_way[0])"
@@ -271,17 +271,17 @@ OF_RANKS = {
     ),
 }
 OF_ACTIVATIONS = {
-    "a saved tensor is copied before it is computed": _edited(DeviceCopies, "leave", "self._down.come_after()"),
+    "a saved tensor is copied before it is computed": _edited(CopyQueue, "carry", "self.come_after()"),
     "a saved tensor's memory is used again before it has left": _while("prompt", _without(Near, "let_go", _nothing)),
     "a saved tensor is written before it has landed": _edited(SwapOut, "move", "self._after is not None", "False"),
     "a saved tensor is computed with before it is there": _edited(
         DeviceCopies, "take", "self._up.let_current_come_after(near.mark)"
     ),
     "host memory is lent again before what landed there is copied": _edited(
-        DeviceCopies, "leave", "self._landing[number] = mark, target"
+        DeviceCopies, "leave", "self._landing[number] = near.mark, target"
     ),
     "host memory is lent again before it is copied to the device": _edited(
-        DeviceCopies, "bring_ahead", "self._arriving[number] = mark, source"
+        DeviceCopies, "bring_ahead", "self._arriving[number] = near.mark, source"
     ),
     "activations end with copies under way": _edited(DeviceCopies, "close", "self._down.wait()\n    self._up.wait()"),
 }
