@@ -298,8 +298,8 @@ class OffloadOptimizer(Optimizer):
     def expect_step(self, after_next_backward: bool, *, by_turns: bool = False) -> None:
         """Say whether `step` follows the next backward, or others come before it that add to the same gradients.
 
-        Only ``overlap_step`` ``"backward"`` and ``"speculate"`` need it, and the engine calls it. In a loop without an
-        engine every backward counts as the last one if ``gradient_accumulation_steps`` of the section is 1 or left
+        Only an ``overlap_step`` that begins in backward needs it, and the engine calls it. In a loop without an engine
+        every backward counts as the last one if ``gradient_accumulation_steps`` of the section is 1 or left
         out; else none does. In a durable run on several ranks none does: every rank calls this before the last
         backward of each step. In it the ranks agree that the step before is safe on all of them.
 
@@ -346,7 +346,7 @@ class OffloadOptimizer(Optimizer):
         """
         with self.store.at_rest():
             self._follow()
-            if self.config.overlap_step != "off":
+            if (asked := self.config.overlap) is None or asked.hides:
                 self._stepper.schedules.forget()
                 self._plain_modules.watch(model, blocks)
                 self._stepper.schedules.decide()

@@ -39,6 +39,7 @@ from nvme_offload.offload.config.keys import (
     parts,
 )
 from nvme_offload.offload.config.optimizer import OptimizerConfig
+from nvme_offload.offload.config.overlap import OVERLAPS, Overlap, OverlapStep
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
 from nvme_offload.offload.config.tiers import (
     ActivationsConfig,
@@ -268,7 +269,7 @@ class OffloadConfig(Section):
     """The way in which bytes move between memory and files."""
     gradient_clipping: float = key(0.0, "a number, 0 or more", "same, default 1.0 since June 2026", "total norm", ge=0)
     """Largest total norm of all gradients, 0 or more. 0 is off."""
-    overlap_step: Literal["off", "forward", "backward", "speculate"] | None = key(None, "one of these")
+    overlap_step: OverlapStep | None = key(None, "one of these")
     """When subgroups are updated. `off`: inside `step()`. `forward`: behind it, under the next forward, each before its
     parameters are gathered. `backward`: as soon as a gradient is final, what is left as with `forward`; needs
     `gradient_clipping` 0 and `skip_non_finite: false`. `speculate`: as `backward`, also with clipping and skipped
@@ -393,15 +394,20 @@ class OffloadConfig(Section):
         """Whether parameters or gradients go to NVMe, in blocks."""
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
 
+    @property
+    def overlap(self) -> Overlap | None:
+        """The schedule that ``overlap_step`` names; None: left out."""
+        return None if self.overlap_step is None else OVERLAPS[self.overlap_step]
+
     def hides_steps(self, *, on_device: bool) -> bool:
         """Whether updates go on behind a step, as far as who reads the parameters can wait for them.
 
         Args:
             on_device: parameters are on a device, beside which the host updates.
         """
-        if self.overlap_step is None:
-            return on_device or self.zero_optimization.offload_optimizer.device == "nvme"
-        return self.overlap_step != "off"
+        if (overlap := self.overlap) is not None:
+            return overlap.hides
+        return on_device or self.zero_optimization.offload_optimizer.device == "nvme"
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.
@@ -504,13 +510,15 @@ class OffloadConfig(Section):
         if not self.skip_non_finite and self.fp16.enabled:
             why = "fp16.enabled = true looks for its loss scale by skipping steps; leave it out"
             yield Contradiction("skip_non_finite", why, ("fp16.enabled",))
+        if (overlap := self.overlap) is None:
+            return
         other = 'or write overlap_step = "forward"'
         state = self.zero_optimization.offload_optimizer
-        if self.overlap_step == "speculate" and not state.durable:
+        if overlap.needs_durable and not state.durable:
             why = "what was guessed wrong is taken back from what a durable run has committed"
             at = "zero_optimization.offload_optimizer.durable"
             yield Contradiction("overlap_step", f"{why}; write {at} = true, {other}", (at,))
-        if self.overlap_step != "backward":
+        if not overlap.forbids_clipping:
             return
         beside = ("gradient_clipping", "skip_non_finite")
         if self.gradient_clipping:

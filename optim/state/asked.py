@@ -2,26 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.offload.config.overlap import Overlap
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
-
-OverlapStep = Literal["off", "forward", "backward", "speculate"]
-"""The name of a schedule, as in the section's ``overlap_step``."""
 
 
 class StepSettings(Protocol):
     """The section's settings for steps; see `OffloadConfig`."""
 
-    overlap_step: OverlapStep | None
     gradient_clipping: float
     gradient_accumulation_steps: int | None
     skip_non_finite: bool
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """The schedule that ``overlap_step`` names; None: left out."""
 
     def hides_steps(self, *, on_device: bool) -> bool:
         """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""

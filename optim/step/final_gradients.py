@@ -25,7 +25,7 @@ from nvme_offload.optim.step.hiding import Schedules
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import sums_from_device, sums_on_device, tile_sums
 from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import IN_BACKWARD, InBackward, forward_order, learnt_early
+from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_early
 from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
 from nvme_offload.optim.telemetry.stats import Meter
 from nvme_offload.optim.tiers.parts import parts_of
@@ -171,7 +171,7 @@ class FinalGradients:
         self._rule = rule
         self._schedules = schedules
         # What is begun with a wrong guess, or would be an error because of what came after backward, is taken back.
-        self._guesses = Guesses() if store.config.overlap_step == "speculate" else None
+        self._guesses = Guesses() if (asked := store.config.overlap) is not None and asked.needs_durable else None
         self._commits = commits if self.is_asked else None
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._begun_with: list[dict[str, Any]] = []
@@ -186,7 +186,7 @@ class FinalGradients:
     @property
     def is_asked(self) -> bool:
         """Whether the section asks for updates in backward; nothing begins there if it does not."""
-        return self._store.config.overlap_step in IN_BACKWARD
+        return (asked := self._store.config.overlap) is not None and asked.begins_in_backward
 
     def expect_step(self, backward: Backward) -> None:
         """Know what backward comes next."""
@@ -278,7 +278,7 @@ class FinalGradients:
     def _may_begin(self, record: ParamRecord) -> bool:
         blocks = self._store.blocks
         is_own = self.backward.by_turns or not blocks.takes_turns(blocks.number_of(record.leaf))
-        return is_own and self._schedules.of(record.index) in IN_BACKWARD
+        return is_own and self._schedules.of(record.index).begins_in_backward
 
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""

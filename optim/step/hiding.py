@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
+from nvme_offload.offload.config.overlap import OFF, Overlap
 from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
+from nvme_offload.optim.step.schedule import hindrance, schedule_of
 from nvme_offload.optim.tiers.parts import parts_of
 
 
@@ -14,7 +15,7 @@ class Schedules:
 
     def __init__(self, store: StepState) -> None:
         self._store = store
-        self._of: dict[int, OverlapStep] = {}
+        self._of: dict[int, Overlap] = {}
 
     def decide(self) -> None:
         """Decide for all placed parameters. Call it when their places, or who waits for them, have changed."""
@@ -28,17 +29,17 @@ class Schedules:
         """Return whether all of these are decided."""
         return all(record.index in self._of for record in records)
 
-    def of(self, index: int) -> OverlapStep:
+    def of(self, index: int) -> Overlap:
         """Return the schedule of a parameter, by its index."""
-        return self._of.get(index, "off")
+        return self._of.get(index, OFF)
 
 
-def schedule_in(store: StepState, record: ParamRecord) -> OverlapStep:
+def schedule_in(store: StepState, record: ParamRecord) -> Overlap:
     """Return the schedule by which a parameter is updated."""
     on_device = is_device(record.param.device)
     hides = store.config.hides_steps(on_device=on_device)
     return schedule_of(
-        store.config.overlap_step,
+        store.config.overlap,
         hides=hides,
         hindered=hides and hindrance_in(store, record) is not None,
         crosses=on_device and store.blocks.number_of(record.leaf) >= 0,

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from itertools import chain, filterfalse, islice
 from typing import Generic, Protocol, TypeVar
 
-from nvme_offload.optim.state.asked import OverlapStep as OverlapStep
+from nvme_offload.offload.config.overlap import FORWARD, OFF, Overlap
 from nvme_offload.optim.state.slots import SlotRecord
-
-IN_BACKWARD: tuple[OverlapStep, ...] = ("backward", "speculate")
-"""Schedules of which a step begins in backward."""
 
 S = TypeVar("S")
 """A subgroup: its slot, or whatever stands for it."""
@@ -40,18 +37,18 @@ def hindrance(owner: str, *, inside: str, readers_wait: bool = True) -> str | No
     return None
 
 
-def schedule_of(asked: OverlapStep | None, *, hides: bool, hindered: bool, crosses: bool) -> OverlapStep:
+def schedule_of(asked: Overlap | None, *, hides: bool, hindered: bool, crosses: bool) -> Overlap:
     """Return the schedule by which a parameter is updated.
 
     Args:
-        asked: ``overlap_step`` of the section; None: left out.
+        asked: named by the section; None: left out.
         hides: steps are hidden where they can be.
         hindered: its update cannot be; see `hindrance`.
         crosses: it, or its gradient, comes from host memory to a device or goes there while that computes.
     """
     if hindered or not hides:
-        return "off"
-    return "forward" if crosses or asked is None else asked
+        return OFF
+    return FORWARD if crosses or asked is None else asked
 
 
 def forward_order(slots: Iterable[SlotRecord], ranks: Mapping[int, int]) -> list[SlotRecord]:

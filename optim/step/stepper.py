@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import recorded
+from nvme_offload.offload.config.overlap import Overlap
 from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import Once, warn_user
@@ -296,9 +297,9 @@ class Stepper:
         updates, for which nobody has to wait.
         """
         store = self._store
-        may_wait = {index for index in grads if self.schedules.of(index) != "off"}
-        if not may_wait and self._store.config.overlap_step not in (None, "off"):
-            self._say_that_nothing_overlaps(store.table[next(iter(grads))])
+        may_wait = {index for index in grads if self.schedules.of(index).hides}
+        if not may_wait and (asked := store.config.overlap) is not None and asked.hides:
+            self._say_that_nothing_overlaps(asked, store.table[next(iter(grads))])
         behind = [
             slot
             for slot in slots
@@ -308,10 +309,10 @@ class Stepper:
         inside = self._ordered([slot for slot in slots if slot not in kept])
         return inside, forward_order(behind, store.uses.take())
 
-    def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
+    def _say_that_nothing_overlaps(self, asked: Overlap, record: ParamRecord) -> None:
         self._once.warn(
             "nothing overlaps",
-            f"{self._asked} does nothing here: {hindrance_in(self._store, record)}. "
+            f"{asked} does nothing here: {hindrance_in(self._store, record)}. "
             'Steps are taken as with "off", with the same bits; leave the key out to hide them where that is possible',
             ConfigWarning,
         )
@@ -319,16 +320,12 @@ class Stepper:
     def _say_that_nobody_agreed(self) -> None:
         self._once.warn(
             "nobody agreed",
-            f'{self._asked} is done as with "forward" here: ranks of a durable run '
+            f'{self._store.config.overlap} is done as with "forward" here: ranks of a durable run '
             "write in backward once they have agreed that the step before lasts on all of them. Call "
             "optimizer.expect_step(True) before the last backward of each step, on every rank, as the engine does. The "
             "bits are the same",
             ConfigWarning,
         )
-
-    @property
-    def _asked(self) -> str:
-        return f'overlap_step = "{self._store.config.overlap_step}"'
 
     def _ordered(self, slots: list[SlotRecord]) -> list[SlotRecord]:
         """Sort subgroups for this step: the same on every rank as far as whole parameters go."""

@@ -61,7 +61,7 @@ class MicroBatches:
         self._accumulation = accumulation
         self._passes = passes
         self._keeper = keeper or KeptInMemory()
-        self._hides_in_backward = config.overlap_step == "backward"
+        self._begins_for_good = config.overlap is not None and config.overlap.forbids_clipping
         self._blocks: BlockByBlock | None = None
 
     def go_through(self, step: WholeStep) -> list[torch.Tensor] | None:
@@ -102,7 +102,7 @@ class MicroBatches:
                 blocks.forward(
                     step.loss_of, step.micro_batches, lambda loss, last: step.begin_backward(loss, last, has_looked)
                 )
-                is_final = has_looked and self._hides_in_backward
+                is_final = has_looked and self._begins_for_good
                 with DeferredInterrupt() if is_final else nullcontext():
                     losses = blocks.backward(step.catch_up)
                     self._accumulation.end_whole()

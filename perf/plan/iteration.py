@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
+from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
 from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.telemetry.stats import CLOSE, Limit
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import PlacedJob
 from nvme_offload.perf.plan.traffic import PHASES, Phase, StepTraffic, Traffic
 
-OVERLAPS: tuple[OverlapStep, ...] = ("off", "forward", "backward", "speculate")
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")
 
@@ -128,7 +127,7 @@ class IterationTime:
             return "kernel"
         if self.share_of_ideal >= CLOSE:
             return "drive" if work.nvme > work.compute else "compute"
-        return "drive" if self.overlap_step == "off" else "staging buffers"
+        return "staging buffers" if OVERLAPS[self.overlap_step].hides else "drive"
 
     @property
     def parts(self) -> dict[Part, float]:
@@ -228,7 +227,7 @@ def on_one_processor(work: Work, overlap_step: OverlapStep) -> Work:
 
     In ``step()`` they do so anyway. Behind it, an update is counted as a part of the forward that needs it.
     """
-    if overlap_step == "off":
+    if not OVERLAPS[overlap_step].hides:
         return work
     updates = [0.0] * len(work.groups)
     for subgroup in work.subgroups:

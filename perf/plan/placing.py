@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
@@ -24,7 +25,7 @@ from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.step.schedule import OverlapStep, hindrance, schedule_of
+from nvme_offload.optim.step.schedule import hindrance, schedule_of
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
@@ -201,11 +202,11 @@ class PlacedJob:
         inside = way_of(self.rule, is_durable=self.kept is not None, on_device=False).inside
         tiers = {config.zero_optimization.offload_param.device, config.offload_gradients.device}
         return schedule_of(
-            config.overlap_step,
+            config.overlap,
             hides=config.hides_steps(on_device=self.on_device),
             hindered=hindrance("the optimizer", inside=inside) is not None,
             crosses=self.on_device and tiers != {"none"},
-        )
+        ).name
 
     @cached_property
     def takes_turns(self) -> bool:
@@ -217,7 +218,7 @@ class PlacedJob:
     def runs_as(self, overlap_step: OverlapStep) -> OverlapStep:
         """Return what a schedule comes to: what takes turns is updated in backward block by block alone."""
         in_backward = not self.takes_turns or self.job.config.goes_by_blocks
-        return overlap_step if in_backward or overlap_step == "off" else "forward"
+        return overlap_step if in_backward or not OVERLAPS[overlap_step].begins_in_backward else "forward"
 
     @property
     def updated_in(self) -> Phase:

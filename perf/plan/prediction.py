@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
+from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import auto_budget
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.optim.state.pipeline import KIND as STATE
-from nvme_offload.optim.step.schedule import OverlapStep
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.perf.plan.iteration import OVERLAPS, IterationTime, moving_alone, on_one_processor, work_of
+from nvme_offload.perf.plan.iteration import IterationTime, moving_alone, on_one_processor, work_of
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
 from nvme_offload.perf.plan.placing import Job, PlacedJob, residents
@@ -148,7 +148,7 @@ def predict(job: Job, machine: Machine, *, alone: bool = False) -> Prediction:
     work, times = work_of(placed, [moved for kind, moved in traffic.items() if kind != STATE], leaving), {}
     if work is not None:
         named = (placed.overlap_step,) if alone else OVERLAPS
-        possible = [name for name in named if name != "speculate" or placed.kept is not None]
+        possible = [name for name in named if placed.kept is not None or not OVERLAPS[name].needs_durable]
         its_work = {name: work if placed.on_device else on_one_processor(work, name) for name in possible}
         times = {name: iteration_time(its_work[name], placed.runs_as(name)) for name in possible}
     return Prediction(

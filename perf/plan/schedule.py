@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, islice
 
+from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
 from nvme_offload.optim.state.visits import leaving, may_write, window_of
 from nvme_offload.optim.step.schedule import (
-    IN_BACKWARD,
     LOOK_AHEAD,
     Behind,
     InBackward,
-    OverlapStep,
     Schedule,
     ahead,
     first_of_next,
@@ -207,7 +206,7 @@ class _Worker:
     def __init__(self, work: Work, overlap_step: OverlapStep, clock: _Clock) -> None:
         self.step = _Step()
         self.buffers = _Buffers(work, clock.after)
-        self._work, self._overlap, self._clock = work, overlap_step, clock
+        self._work, self._overlap, self._clock = work, OVERLAPS[overlap_step], clock
         self._order = range(len(work.subgroups))
         self._schedule: Schedule[int] | None = None  # by which it updates; None: updates are inside `step()`, or done
         self._first: Sequence[int] = ()  # the reads for the next step when this one is done
@@ -225,10 +224,10 @@ class _Worker:
 
     def take_step(self, number: int) -> None:
         """The norm is known: what is left may be updated."""
-        if self._overlap == "off":
+        if not self._overlap.hides:
             self.step = _Step(in_direction(self._order, number))
             return
-        begins = self._overlap in IN_BACKWARD
+        begins = self._overlap.begins_in_backward
         done = self.step.updated if begins else set[int]()
         if begins:
             self._num_early = learnt_early(len(done), self._num_early)
@@ -282,7 +281,7 @@ class _Model:
 
     def __init__(self, work: Work, overlap_step: OverlapStep) -> None:
         self.ends: list[_End] = []
-        self._work, self._overlap = work, overlap_step
+        self._work, self._overlap = work, OVERLAPS[overlap_step]
         self._clock = _Clock()
         self._worker = _Worker(work, overlap_step, self._clock)
         self._waited: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -338,7 +337,7 @@ class _Model:
                     micro_batch += self._skip(self._work.micro_batches - 1 - micro_batch, *took)
                 before = took
             self._worker.take_step(number)
-            if self._overlap == "off":
+            if not self._overlap.hides:
                 yield from self._wait("step", lambda: not self._worker.step.pending)
             self.ends.append((self._clock.now, self._waited.copy(), self._worker.buffers.reads.copy()))
             if len(self.ends) == _FEWEST and self._is_steady():
@@ -351,7 +350,7 @@ class _Model:
             if not micro_batch:
                 yield from self._wait_for_updates(group)
             yield from self._pass("forward", group)
-        begins = micro_batch == work.micro_batches - 1 and self._overlap in IN_BACKWARD
+        begins = micro_batch == work.micro_batches - 1 and self._overlap.begins_in_backward
         if begins:
             self._worker.begin_in_backward()
         for group in reversed(groups):
@@ -375,7 +374,7 @@ class _Model:
 
     def _is_steady(self) -> bool:
         """Whether the last iteration was as the one before it, or two before it where directions alternate."""
-        period = 2 if self._overlap == "off" else 1
+        period = 1 if self._overlap.hides else 2
         (begun, _, before), (ended, _, after) = self.ends[-2:]
         (earlier, _, first), (then, _, second) = self.ends[-2 - period :][:2]
         return abs(ended - begun - (then - earlier)) <= _SAME * ended and after - before == second - first

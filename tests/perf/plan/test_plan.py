@@ -187,7 +187,7 @@ def test_a_run_has_the_schedule_the_tiers_and_the_bytes_of_its_plan(seed, tmp_pa
     with initialize(model_of(shape, rank), config) as engine:
         store = engine.optimizer.store
         assert {
-            schedule_in(store, record)
+            schedule_in(store, record).name
             for record in store.table
             if record.rule.whole
             or config["optimizer"]["type"] != "Muon"  # the rest of a model may do it in another way
