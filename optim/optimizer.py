@@ -346,7 +346,7 @@ class OffloadOptimizer(Optimizer):
         """
         with self.store.at_rest():
             self._follow()
-            if (asked := self.config.overlap) is None or asked.hides:
+            if self.config.overlap.hides:
                 self._stepper.schedules.forget()
                 self._plain_modules.watch(model, blocks)
                 self._stepper.schedules.decide()

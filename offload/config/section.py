@@ -395,9 +395,9 @@ class OffloadConfig(Section):
         return "nvme" in (self.zero_optimization.offload_param.device, self.offload_gradients.device)
 
     @property
-    def overlap(self) -> Overlap | None:
-        """The schedule that ``overlap_step`` names; None: left out."""
-        return None if self.overlap_step is None else OVERLAPS[self.overlap_step]
+    def overlap(self) -> Overlap:
+        """The schedule that ``overlap_step`` names; where it is left out, that of steps that hide."""
+        return OVERLAPS[self.overlap_step or "forward"]
 
     def hides_steps(self, *, on_device: bool) -> bool:
         """Whether updates go on behind a step, as far as who reads the parameters can wait for them.
@@ -405,8 +405,8 @@ class OffloadConfig(Section):
         Args:
             on_device: parameters are on a device, beside which the host updates.
         """
-        if (overlap := self.overlap) is not None:
-            return overlap.hides
+        if self.overlap_step is not None:
+            return self.overlap.hides
         return on_device or self.zero_optimization.offload_optimizer.device == "nvme"
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
@@ -510,15 +510,13 @@ class OffloadConfig(Section):
         if not self.skip_non_finite and self.fp16.enabled:
             why = "fp16.enabled = true looks for its loss scale by skipping steps; leave it out"
             yield Contradiction("skip_non_finite", why, ("fp16.enabled",))
-        if (overlap := self.overlap) is None:
-            return
         other = 'or write overlap_step = "forward"'
         state = self.zero_optimization.offload_optimizer
-        if overlap.needs_durable and not state.durable:
+        if self.overlap.needs_durable and not state.durable:
             why = "what was guessed wrong is taken back from what a durable run has committed"
             at = "zero_optimization.offload_optimizer.durable"
             yield Contradiction("overlap_step", f"{why}; write {at} = true, {other}", (at,))
-        if not overlap.forbids_clipping:
+        if not self.overlap.forbids_clipping:
             return
         beside = ("gradient_clipping", "skip_non_finite")
         if self.gradient_clipping:

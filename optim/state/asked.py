@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.config.overlap import Overlap
+from nvme_offload.offload.config.overlap import Overlap, OverlapStep
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.state.pipeline import StepPipeline
 from nvme_offload.optim.state.slots import SlotRecord
@@ -16,13 +16,14 @@ from nvme_offload.optim.state.slots import SlotRecord
 class StepSettings(Protocol):
     """The section's settings for steps; see `OffloadConfig`."""
 
+    overlap_step: OverlapStep | None
     gradient_clipping: float
     gradient_accumulation_steps: int | None
     skip_non_finite: bool
 
     @property
-    def overlap(self) -> Overlap | None:
-        """The schedule that ``overlap_step`` names; None: left out."""
+    def overlap(self) -> Overlap:
+        """The schedule that ``overlap_step`` names."""
 
     def hides_steps(self, *, on_device: bool) -> bool:
         """Whether updates go on behind a step, as far as who reads the parameters can wait for them."""

@@ -7,12 +7,21 @@ latest commit, which no step writes over, and done again.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from nvme_offload.offload.errors import StateError
+from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.body import StepState
+from nvme_offload.optim.state.condition import StepPhase
+from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.state.slots import SlotRecord
 from nvme_offload.optim.step.norm import clip_coefficient
+from nvme_offload.optim.step.scalars import scalars_of
+from nvme_offload.optim.step.waiting_parameter import let_read
+from nvme_offload.optim.telemetry.stats import Meter
 
 _LEAST_RUN, _LONGEST_RUN = 4, 1024
 
@@ -77,3 +86,133 @@ class Guess:
             return False
         self.updated[slot] = None
         return True
+
+
+class ForGood:
+    """An early step stays begun: another factor, gradient or hyperparameter than it began with is an error."""
+
+    def __init__(self, store: StepState, meter: Meter, rule: UpdateRule) -> None:
+        self._store = store
+        self._meter = meter
+        self._rule = rule
+        self._begun_with: list[dict[str, Any]] = []
+
+    @property
+    def factor(self) -> float | None:
+        """The factor with which the next step begins; None: it does not begin in backward."""
+        return 1.0
+
+    def begin(self, groups: Sequence[Mapping[str, Any]], factor: float) -> Guess | None:
+        """Begin a step; return its guess, if it can be taken back."""
+        self._begun_with = _hyperparameters_of(groups)
+        return None
+
+    def meet_another(self, name: str) -> None:
+        """Meet another gradient of a parameter whose gradient was final."""
+        way_on = 'one backward before step() (write gradient_accumulation_steps, or overlap_step = "forward")'
+        raise StateError(name, way_on, "another gradient after the one that was final")
+
+    def check(self, begun: StepRecord, groups: Sequence[Mapping[str, Any]], *, are_same: bool) -> None:
+        """Compare a step with what it began with; `are_same`: its gradients."""
+        _check_same_hyperparameters(self._store.owner, self._begun_with, _hyperparameters_of(groups))
+        if not are_same:
+            raise begun.gradients_changed()
+
+    def settle(self, begun: StepRecord | None, grad_scale: float | None) -> None:
+        """Know the factor of a step; None: it is skipped."""
+        if begun is not None and grad_scale != 1.0:
+            way_on = 'gradients without a scale (or overlap_step = "forward")'
+            raise StateError(self._store.owner, way_on, f"a scale of {grad_scale}, after updates began in backward")
+
+    def drop(self) -> None:
+        """Give up the step that has begun; where it is undone, nothing of it has happened.
+
+        If a read fails, call it again, as whoever needs a parameter does.
+        """
+        store = self._store
+        with store.worker.kept_away():
+            if (begun := store.record_in(StepPhase.BEGUN)) is None:
+                return
+            store.worker.drop_job()
+            if self._undo(begun):
+                store.be_whole()
+                let_read(store.table[index] for index in begun.claims.final)
+            else:
+                begun.become(StepPhase.SPOILT)
+
+    def _undo(self, begun: StepRecord) -> bool:
+        return not begun.done
+
+
+class Guessing(ForGood):
+    """An early step is a guess. Where that is wrong, all is brought back to what the latest commit has."""
+
+    def __init__(self, store: StepState, meter: Meter, rule: UpdateRule) -> None:
+        super().__init__(store, meter, rule)
+        self._guesses = Guesses()
+        self._guess: Guess | None = None
+        """The guess of the latest step that began in backward."""
+        self._is_taken_back = False
+
+    @property
+    def factor(self) -> float | None:
+        """See `ForGood.factor`."""
+        return None if self._is_taken_back else self._guesses.factor
+
+    def begin(self, groups: Sequence[Mapping[str, Any]], factor: float) -> Guess | None:
+        """See `ForGood.begin`."""
+        self._guess = Guess(self._store, factor, self._store.config.gradient_clipping)
+        return self._guess
+
+    def meet_another(self, name: str) -> None:
+        """See `ForGood.meet_another`."""
+        self.drop()
+
+    def check(self, begun: StepRecord, groups: Sequence[Mapping[str, Any]], *, are_same: bool) -> None:
+        """See `ForGood.check`."""
+        used, guess = begun.inputs.scalars, self._guess
+        assert guess is not None
+        is_right = are_same and scalars_of(self._store, self._rule, groups, used.keys(), guess.factor) == used
+        if self._is_taken_back or not is_right:
+            self.drop()
+
+    def settle(self, begun: StepRecord | None, grad_scale: float | None) -> None:
+        """Note whether the factor of a step was guessed, and take back what was updated with a wrong guess."""
+        guess, is_right = self._guess, None
+        if guess is not None and (begun is not None or self._is_taken_back):
+            is_right = grad_scale == guess.factor and not self._is_taken_back
+            if not is_right:
+                self.drop()
+            self._meter.count_guess(is_right=is_right)
+        self._is_taken_back = False
+        self._guesses.note(grad_scale, is_right=is_right)
+
+    def _undo(self, begun: StepRecord) -> bool:
+        store, guess = self._store, self._guess
+        assert guess is not None
+        self._is_taken_back = True  # first: an exception leaves some of it to be taken back once more
+        store.durability.take_back(list(guess.updated), store.pipeline)
+        self._meter.count_updates(taken_back=len(guess.updated))
+        if isinstance(store.worker.failure, StateError):  # of a gradient that has changed, as it may of a guess
+            store.worker.note_failure(None)
+        return True
+
+
+def _hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the groups hold besides parameters, to be compared later."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _check_same_hyperparameters(
+    owner: str, begun: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise StateError for a hyperparameter that has changed since updates began in backward."""
+    for number, (before, after) in enumerate(zip(begun, now, strict=False)):
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                raise StateError(
+                    owner,
+                    f"{name} of group {number} as it was when updates began in backward, {before.get(name)!r}",
+                    f"{after.get(name)!r}. Set it back and call step(); change it after step() and before backward, "
+                    'or write overlap_step = "forward"',
+                )

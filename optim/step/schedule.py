@@ -37,7 +37,7 @@ def hindrance(owner: str, *, inside: str, readers_wait: bool = True) -> str | No
     return None
 
 
-def schedule_of(asked: Overlap | None, *, hides: bool, hindered: bool, crosses: bool) -> Overlap:
+def schedule_of(asked: Overlap, *, hides: bool, hindered: bool, crosses: bool) -> Overlap:
     """Return the schedule by which a parameter is updated.
 
     Args:
@@ -48,7 +48,7 @@ def schedule_of(asked: Overlap | None, *, hides: bool, hindered: bool, crosses: 
     """
     if hindered or not hides:
         return OFF
-    return FORWARD if crosses or asked is None else asked
+    return FORWARD if crosses else asked
 
 
 def forward_order(slots: Iterable[SlotRecord], ranks: Mapping[int, int]) -> list[SlotRecord]:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from nvme_offload.offload._torch_private import recorded
-from nvme_offload.offload.config.overlap import Overlap
 from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import Once, warn_user
@@ -23,7 +22,8 @@ from nvme_offload.optim.state.condition import Need, StepPhase, take_back_notes
 from nvme_offload.optim.state.phase import StepInputs, StepRecord
 from nvme_offload.optim.state.slots import Residency, SlotRecord
 from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.final_gradients import Backward, FinalGradients, StepCommits
+from nvme_offload.optim.step.begin import EarlyStep
+from nvme_offload.optim.step.finality import Backward, Finality, StepCommits
 from nvme_offload.optim.step.hiding import Schedules, hindrance_in
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.step.norm import clip_coefficient, sums_from_device, total_norm
@@ -67,7 +67,8 @@ class Stepper:
         self.schedules = Schedules(store)
         self._once = Once()
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self.final = FinalGradients(store, meter, rule, self.schedules, commits if several else None)
+        early = EarlyStep(store, meter, rule)
+        self.final = Finality(store, self.schedules, early, commits if several else None)
         """Begins the updates in backward, where the section asks for that."""
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -120,7 +121,7 @@ class Stepper:
         store = self._store
         if store.record_in(StepPhase.BEGUN) is None:
             return store.at_rest(meanwhile=interrupt.deliver)
-        if not is_host(there := self.final.device):
+        if not is_host(there := self.final.early.device):
             with self._meter.waiting("device"):
                 wait_for_queued(there)
         return store.worker.kept_away()
@@ -148,7 +149,8 @@ class Stepper:
     ) -> None:
         store = self._store
         grads = self._collect_grads(members)
-        self.final.check(groups, grads)
+        self.final.end_backward()
+        self.final.early.check(groups, grads)
         self.had_gradients = bool(grads)
         if not grads and self._norm_group is None:
             return
@@ -156,7 +158,7 @@ class Stepper:
         if self.final.backward.is_last and self.final.must_agree:
             self._say_that_nobody_agreed()
         self._settle_commit()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
-        begun = self.final.begun(grad_scale) if grads else None
+        begun = self.final.early.settled(grad_scale) if grads else None
         if not grads or grad_scale is None:
             return
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
@@ -240,7 +242,7 @@ class Stepper:
 
     def _norm_of(self, grads: Mapping[int, torch.Tensor], *, found_inf: bool) -> float | None:
         store = self._store
-        known = dict(self.final.sums)
+        known = dict(self.final.early.sums)
         there = next((grad.device for grad in grads.values() if not grad.is_cpu), None)
         if there is not None:  # backward is still under way: this waits for it
             refuse_capture(there)
@@ -298,8 +300,8 @@ class Stepper:
         """
         store = self._store
         may_wait = {index for index in grads if self.schedules.of(index).hides}
-        if not may_wait and (asked := store.config.overlap) is not None and asked.hides:
-            self._say_that_nothing_overlaps(asked, store.table[next(iter(grads))])
+        if not may_wait and store.config.overlap_step is not None and store.config.overlap.hides:
+            self._say_that_nothing_overlaps(store.table[next(iter(grads))])
         behind = [
             slot
             for slot in slots
@@ -309,10 +311,10 @@ class Stepper:
         inside = self._ordered([slot for slot in slots if slot not in kept])
         return inside, forward_order(behind, store.uses.take())
 
-    def _say_that_nothing_overlaps(self, asked: Overlap, record: ParamRecord) -> None:
+    def _say_that_nothing_overlaps(self, record: ParamRecord) -> None:
         self._once.warn(
             "nothing overlaps",
-            f"{asked} does nothing here: {hindrance_in(self._store, record)}. "
+            f"{self._store.config.overlap} does nothing here: {hindrance_in(self._store, record)}. "
             'Steps are taken as with "off", with the same bits; leave the key out to hide them where that is possible',
             ConfigWarning,
         )
@@ -392,7 +394,7 @@ class Stepper:
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
         let_wait((store.table[index] for index in record.inputs.counts if record.concerns(index)), is_behind=True)
         # Subgroups as the next step will probably go through them.
-        following = forward_order(record.order, store.uses.ranks) if self.final.is_asked else list(record.order)
+        following = forward_order(record.order, store.uses.ranks) if self.final.early.is_asked else list(record.order)
         first = first_of_next(following, begins_in_backward=self.final.begins_with(following))
         schedule = Behind(following, began_in_backward=bool(record.done))
         # In this order, so that whoever interrupts it leaves a step that can be finished, or one that somebody does.

@@ -309,8 +309,7 @@ class OffloadEngine:
     def _backward(self, loss: torch.Tensor, share: int, *, retain_graph: bool = False) -> None:
         check_loss(loss)
         # From the first gradient that is final there is no way back: Ctrl-C is heard when `step` can complete the step.
-        asked = self.config.overlap
-        begins_updates = asked is not None and asked.forbids_clipping and self._accumulation.is_boundary
+        begins_updates = self.config.overlap.forbids_clipping and self._accumulation.is_boundary
         # Somebody's autocast context around this call is none of backward's.
         with (
             DeferredInterrupt() if begins_updates else nullcontext(),

@@ -61,7 +61,7 @@ class MicroBatches:
         self._accumulation = accumulation
         self._passes = passes
         self._keeper = keeper or KeptInMemory()
-        self._begins_for_good = config.overlap is not None and config.overlap.forbids_clipping
+        self._begins_for_good = config.overlap.forbids_clipping
         self._blocks: BlockByBlock | None = None
 
     def go_through(self, step: WholeStep) -> list[torch.Tensor] | None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param, initialize
 from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.step.final_gradients import Inbox
+from nvme_offload.optim.step.begin import Inbox
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.zero.meshes import default_mesh
 from tests.support.late_device.module import install, late_device

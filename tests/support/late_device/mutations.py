@@ -20,7 +20,7 @@ from nvme_offload.optim.durable.state import DurableState
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.phase import StepRecord
 from nvme_offload.optim.step import job
-from nvme_offload.optim.step.final_gradients import Inbox
+from nvme_offload.optim.step.begin import Inbox
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.tiers import arrivals
 from nvme_offload.optim.tiers.arrivals import Arrivals, _Arrival
