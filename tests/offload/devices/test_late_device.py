@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.late_device.module import late_device
+from tests.support.late_device.mutations import MUTATIONS
 from tests.support.late_device.queues import Work, current_stream
 from tests.support.training import assert_same_bits, run_child
 
@@ -34,6 +35,13 @@ def compare_autocast():
 def test_autocast_casts_what_it_casts_on_the_cpu():
     """In a process of its own: after a backward on the CPU torch takes no further type of device."""
     run_child("from tests.offload.devices.test_late_device import compare_autocast; compare_autocast()")
+
+
+def test_each_mistake_changes_what_the_product_has(late):
+    """Else a process ends over the change itself, which looks as if the mistake were found."""
+    for mistake in MUTATIONS.values():
+        with mistake():
+            pass
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -31,9 +31,10 @@ def with_all_buffers(path, mode):
 
 
 def begun(engine, step=1):
-    """Backward of a step, with at least one subgroup updated in it."""
-    train_step(engine, 0)
-    engine.optimizer.synchronize()
+    """Backward of a step, with at least one subgroup updated in it; before it the first one."""
+    if not engine.global_steps:
+        train_step(engine, 0)
+        engine.optimizer.synchronize()
     engine.backward(loss_of(engine, step))
     optimizer = engine.optimizer
     optimizer.store.worker.wait_until(lambda: optimizer.store.worker.failure is not None or optimizer.store.record.done)
@@ -41,24 +42,30 @@ def begun(engine, step=1):
     return optimizer
 
 
-def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path):
+def goes_on_with_the_same_bits(path, act, config=config_of):
+    """Three steps in both orders; in the second one `act` is done, which ends it, where it begins in backward."""
     ends = []
     for mode in ("off", "backward"):
-        with model(config_of(tmp_path, mode)) as engine:
-            if mode == "backward":
-                optimizer = begun(engine)
-                [group] = optimizer.param_groups
-                group["lr"] = 0.5
-                with pytest.raises(StateError, match=r"lr of group 0 .*0\.01.*Set it back and call step"):
-                    optimizer.step()
-                group["lr"] = 1e-2
-            else:
-                train_step(engine, 0)
-                engine.backward(loss_of(engine, 1))
-            engine.step()
+        with model(config(path, mode)) as engine:
+            train_step(engine, 0)
+            engine.optimizer.synchronize()
+            (train_step if mode == "off" else act)(engine, 1)
             train_step(engine, 2)
             ends.append(full_state(engine.module, engine.optimizer))
     assert_same(*ends)
+
+
+def test_a_learning_rate_that_changes_after_backward_is_an_error(alone, tmp_path):
+    def change(engine, step):
+        optimizer = begun(engine, step)
+        [group] = optimizer.param_groups
+        group["lr"] = 0.5
+        with pytest.raises(StateError, match=r"lr of group 0 .*0\.01.*Set it back and call step"):
+            optimizer.step()
+        group["lr"] = 1e-2
+        engine.step()
+
+    goes_on_with_the_same_bits(tmp_path, change)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["changed", "exchanged"])
@@ -72,28 +79,25 @@ def test_a_gradient_that_is_changed_after_backward_is_an_error(alone, tmp_path, 
         assert "call step() while the gradients are still as they were" in caught.value.__notes__[0]
 
 
-def test_nobody_reads_between_backward_and_step(alone, tmp_path):
-    with model(config_of(tmp_path, "backward")) as engine:
-        optimizer = begun(engine)
-        for read in (optimizer.state_dict, next(engine.module.parameters()).clone, optimizer.synchronize):
-            with pytest.raises(StateError, match="call step"):
-                read()
-        with pytest.raises(StateError, match="used once more before step"):
-            loss_of(engine.module, 2)
-        engine.step()
-        optimizer.state_dict()
-
-
-def test_what_may_be_updated_at_any_moment_is_not_used(alone, tmp_path):
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_nobody_reads_between_backward_and_step(alone, tmp_path, has_begun):
     """Also before the worker has looked at a gradient that is final."""
     with model(config_of(tmp_path, "backward")) as engine:
+        optimizer = engine.optimizer
         train_step(engine, 0)
-        engine.optimizer.synchronize()
-        with engine.optimizer.store.worker.kept_away():
-            engine.backward(loss_of(engine, 1))
+        optimizer.synchronize()
+        with nullcontext() if has_begun else optimizer.store.worker.kept_away():
+            if has_begun:
+                begun(engine)
+            else:
+                engine.backward(loss_of(engine, 1))
+            for read in (optimizer.state_dict, next(engine.module.parameters()).clone, optimizer.synchronize):
+                with pytest.raises(StateError, match="call step"):
+                    read()
             with pytest.raises(StateError, match="used once more before step"):
                 loss_of(engine.module, 2)
         engine.step()
+        optimizer.state_dict()
 
 
 def test_a_second_backward_is_an_error(alone, tmp_path):
@@ -149,20 +153,13 @@ def strike_after_an_update(engine, strike):
 
 
 def test_ctrl_c_after_an_update_comes_when_backward_is_complete(alone, tmp_path):
-    ends = []
-    for mode in ("off", "backward"):
-        with model(with_all_buffers(tmp_path, mode)) as engine:
-            train_step(engine, 0)
-            if mode == "backward":
-                with strike_after_an_update(engine, send_sigint), pytest.raises(KeyboardInterrupt) as caught:
-                    engine.backward(loss_of(engine, 1))
-                assert not hasattr(caught.value, "__notes__")
-            else:
-                engine.backward(loss_of(engine, 1))
-            engine.step()
-            train_step(engine, 2)
-            ends.append(full_state(engine.module, engine.optimizer))
-    assert_same(*ends)
+    def interrupt(engine, step):
+        with strike_after_an_update(engine, send_sigint), pytest.raises(KeyboardInterrupt) as caught:
+            engine.backward(loss_of(engine, step))
+        assert not hasattr(caught.value, "__notes__")
+        engine.step()
+
+    goes_on_with_the_same_bits(tmp_path, interrupt, with_all_buffers)
 
 
 @GOES_ON
@@ -183,28 +180,20 @@ def test_what_else_ends_a_backward_after_an_update_says_that_a_checkpoint_leads_
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=lambda op: op.name)
 def test_an_error_in_backward_is_said_and_can_be_made_good(alone, tmp_path, monkeypatch, op):
-    ends = []
-    for mode in ("off", "backward"):
-        with model(config_of(tmp_path, mode)) as engine:
-            train_step(engine, 0)
-            optimizer = engine.optimizer
-            optimizer.synchronize()
-            if mode == "off":
-                train_step(engine, 1)
-            else:
-                drive = Failing(optimizer.store.tier, monkeypatch, op)
-                engine.backward(loss_of(engine, 1))
-                with pytest.raises(SwapIOError, match="optimizer state of subgroup"):  # noqa: PT012
-                    engine.step()
-                    loss_of(engine, 2)  # where the step had returned before
-                drive.healthy = True
-                if optimizer.has_unfinished_step:
-                    optimizer.finish_step()
-                if engine.global_steps == 1:
-                    engine.step()
-            train_step(engine, 2)
-            ends.append(full_state(engine.module, optimizer))
-    assert_same(*ends)
+    def fail(engine, step):
+        optimizer = engine.optimizer
+        drive = Failing(optimizer.store.tier, monkeypatch, op)
+        engine.backward(loss_of(engine, step))
+        with pytest.raises(SwapIOError, match="optimizer state of subgroup"):  # noqa: PT012
+            engine.step()
+            loss_of(engine, step + 1)  # where the step had returned before
+        drive.healthy = True
+        if optimizer.has_unfinished_step:
+            optimizer.finish_step()
+        if engine.global_steps == 1:
+            engine.step()
+
+    goes_on_with_the_same_bits(tmp_path, fail)
 
 
 def test_what_is_left_when_backward_ends_is_updated_in_the_order_of_the_next_forward(alone, tmp_path, monkeypatch):

@@ -74,21 +74,6 @@ def _nothing(*unused: Any, **unused_too: Any) -> None:
     """What is done in the place of a wait."""
 
 
-def _take_at_once(mirror: Any, subgroup: Any) -> Any:
-    return mirror._ready.pop(subgroup.index)
-
-
-def _fetch_into_a_mirror_in_use(mirror: Any, *arguments: Any) -> None:
-    for each in mirror._mirrors:
-        each.left = None
-    _FETCH(mirror, *arguments)
-
-
-def _come_after_all_alone(queue: Any, mark: Any = None) -> None:
-    if mark is None:
-        _COME_AFTER(queue)
-
-
 def _copy_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[Any]:
     for mark in _COPY_EACH(task, pairs, queues):
         del mark  # and nobody waits for it
@@ -104,41 +89,9 @@ def _hand_over_without_waiting(task: Any, pairs: Any, queues: Any) -> Iterator[A
     return (_COPY_EACH if task.copy is None else _copy_without_waiting)(task, pairs, queues)
 
 
-def _send_at_once(of: Any, arrival: Any, target: Any) -> None:
-    of._on_way.append(arrival)
-    of._hand_over(arrival, of._queue.copy_all([(target, arrival.grad)]))
-
-
-def _carry_and_record(queue: Any, target: Any, source: Any) -> Near:
-    near = _CARRY(queue, target, source)
-    near.memory.record_stream(queue._stream)
-    return near
-
-
-def _sum_at_once(arrival: Any, mark: Any) -> None:
-    arrival.then()
-    arrival.has_landed.set()
-
-
-def _bring_into_a_room_in_use(of: Any, *arguments: Any) -> None:
-    of._in_room = [None] * len(of._in_room)
-    of._next = 0
-    _BRING(of, *arguments)
-
-
 def _release_at_once(tier: Any) -> None:
     for block in list(tier._open):
         tier._release(block)
-
-
-def _change_at_once(of: Any, block: Any) -> None:
-    of._give_no_more(block)
-
-
-def _send_and_let_go(of: Any, block: Any, places: Any) -> Any:
-    departure = _SEND(of, block, places)
-    of._end(departure)
-    return departure
 
 
 def _compute_at_once(alone: Any) -> None:
@@ -149,14 +102,11 @@ def _compute_at_once(alone: Any) -> None:
     _WAIT(alone)
 
 
-_FETCH, _BRING, _CARRY = DeviceMirror.fetch, Arrivals.bring, CopyQueue.carry
-_COME_AFTER = CopyQueue.let_current_come_after
-_COPY_EACH = Task._copied_each
-_SEND, _WAIT = Departures._send, _GroupOfOne.wait_for_unshard
+_COPY_EACH, _WAIT = Task._copied_each, _GroupOfOne.wait_for_unshard
 
 OF_MIRROR = {
-    "the kernel does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
-    "a mirror is filled before it has left": _without(DeviceMirror, "fetch", _fetch_into_a_mirror_in_use),
+    "the kernel does not wait for its copies": _edited(DeviceMirror, "take", "mirror.arrived.synchronize()"),
+    "a mirror is filled before it has left": _edited(DeviceMirror, "fetch", "self._down.come_after(mirror.left)"),
     "forward does not wait for the parameters": _without(DeviceMirror, "end_step", _nothing),
 }
 OF_SWAPPER = {
@@ -169,19 +119,21 @@ OF_GRADIENTS = {
     "parameters change before all have read them": _without(
         DeviceMirror, "begin_step", lambda mirror: mirror._ready.clear()
     ),
-    "a gradient is copied before it is final": _without(Arrivals, "_send", _send_at_once),
-    "a gradient is summed before it has landed": _without(_Arrival, "land", _sum_at_once),
+    "a gradient is copied before it is final": _edited(CopyQueue, "carry", "self.come_after()"),
+    "a gradient is summed before it has landed": _edited(_Arrival, "land", "mark.synchronize()"),
     "a gradient's memory is used again before it is copied": _while(
-        "prompt", _without(CopyQueue, "let_current_come_after", _come_after_all_alone)
+        "prompt", _edited(_Arrival, "let_go", "queue.let_current_come_after(self.mark)")
     ),
     "a room is used again before its gradient is added": _while(
-        "hasty", _without(Arrivals, "bring", _bring_into_a_room_in_use)
+        "hasty", _edited(Arrivals, "bring", "self._wait_for(before)")
     ),
     "a block is written before its gradients have landed": _without(GradTier, "_release_landed", _release_at_once),
 }
 OF_PARAMETERS = {
-    "a block is changed before it is copied": _without(Departures, "end_all", _change_at_once),
-    "a block's buffer is given away before it is copied": _without(Departures, "_send", _send_and_let_go),
+    "a block is changed before it is copied": _edited(Departures, "end_all", "self._wait_for(departure)", "break"),
+    "a block's buffer is given away before it is copied": _edited(
+        Departures, "_send", "return departure", "self._end(departure)\n    return departure"
+    ),
     "a parameter is computed with before it is there": _without(_GroupOfOne, "wait_for_unshard", _compute_at_once),
     "memory is taken back before parameters are copied from it": _edited(
         _GroupOfOne, "wait_for_unshard", "stream.wait_event(computing)"
@@ -192,10 +144,12 @@ OF_UPDATES_BEHIND = {
     "a gradient is fetched in backward before it is final": _without(
         DeviceMirror, "come_after", lambda mirror, mark: mirror._down.computing()
     ),
-    "the worker does not wait for its copies": _without(DeviceMirror, "take", _take_at_once),
+    "the worker does not wait for its copies": _edited(DeviceMirror, "take", "mirror.arrived.synchronize()"),
 }
 OF_MEMORY = {
-    "what a gradient had waits for the host": _without(CopyQueue, "carry", _carry_and_record),
+    "what a gradient had waits for the host": _edited(
+        CopyQueue, "carry", "return Near", "_on_device(target, source).record_stream(self._stream)\n    return Near"
+    ),
     "a thread begins with another device": _edited(
         arrivals, "_land_each", "begin_thread(device)", "begin_thread(torch.device(device.type, 1))"
     ),
@@ -224,7 +178,9 @@ OF_ENGINES = {
     "updates behind a step are not waited for by a gather": _edited(
         StateBody, "wait_for_updates_of", "self.mirror.end_step()"
     ),
-    "what is fetched ahead lacks gradients": _edited(job, "read_update_write", "if ahead in record.pending:", "if 1:"),
+    "what is fetched ahead lacks gradients": _edited(
+        job, "read_update_write", "filter(record.pending.__contains__, order[position :", "iter(order[position :"
+    ),
     "what is taken back goes before what went up": _edited(DurableState, "take_back", "self._ground.mirror.end_step()"),
     "a gradient is looked at before it has landed": _edited(GradTier, "copy_of", "self.flush()"),
     "the norm is taken before gradients have landed": _without(GradTier, "land", _nothing),
@@ -240,7 +196,10 @@ OF_ENGINES = {
         _GroupOfOne, "unshard", "stream.record_event()", "group.device_handle.current_stream().record_event()"
     ),
     "shards set out where they are computed with": _edited(
-        _GroupOfOne, "_copy_in_stream", "if not hasattr", "if True or not hasattr"
+        _GroupOfOne,
+        "unshard",
+        "stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)",
+        "stream = group.device_handle.current_stream()",
     ),
 }
 OF_REFUSALS = {
