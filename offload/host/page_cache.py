@@ -1,4 +1,4 @@
-"""What the kernel has of a file in memory: asked with mincore(2), which tells it of files that the caller may write."""
+"""Ask what the kernel has of a file in memory, with mincore(2), which tells it of files that the caller may write."""
 
 import ctypes
 import mmap

@@ -33,7 +33,7 @@ NO_DIRECT_IO = (0, 0)
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 
 _NO_PROMISES = (errno.EOPNOTSUPP, errno.EINVAL)
-"""How fallocate(2) is refused; EINVAL where the C library writes single bytes instead, through direct I/O."""
+"""fallocate(2) is refused so; EINVAL where the C library writes single bytes instead, through direct I/O."""
 _PIECE_BYTES = 4 << 20
 
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
@@ -184,7 +184,7 @@ def promise(fd: int, path: Path, offset: int, size_bytes: int, extent: str = "")
     system = drive.ask(path, os.fstatvfs, fd)
     about: dict[str, Any] = {"offset": offset, "size_bytes": size_bytes, "extent": extent}
     if offset == 0:
-        _overwrite_in_place(fd)
+        _overwrite_in_place(fd, path)
     try:
         try:
             drive.ask(path, os.posix_fallocate, fd, offset, size_bytes, **about)
@@ -199,7 +199,7 @@ def promise(fd: int, path: Path, offset: int, size_bytes: int, extent: str = "")
         raise
 
 
-def _overwrite_in_place(fd: int) -> None:
+def _overwrite_in_place(fd: int, path: Path) -> None:
     """Have an empty file's blocks overwritten where they are, on btrfs too: without its checksums of them.
 
     With them, a promise is good for one write of a block, and direct writes go through the page cache. Other file
@@ -207,9 +207,9 @@ def _overwrite_in_place(fd: int) -> None:
     """
     wishes = array("l", [0])
     with suppress(OSError):
-        fcntl.ioctl(fd, _GET_FLAGS, wishes)
+        drive.ask(path, fcntl.ioctl, fd, _GET_FLAGS, wishes)
         wishes[0] = wishes[0] & ~_COMPRESSED | _NO_COPY_ON_WRITE
-        fcntl.ioctl(fd, _SET_FLAGS, wishes)
+        drive.ask(path, fcntl.ioctl, fd, _SET_FLAGS, wishes)
 
 
 def _fill(fd: int, path: Path, offset: int, size_bytes: int, extent: str) -> None:

@@ -67,7 +67,7 @@ class SwapSpace:
         self._shares = [share / sum(shares) for share in shares]
         self._directories: list[SwapDirectory] = []
         self.all_files: list[SwapFile] = []
-        """Of each path of each copy."""
+        """These are of each path of each copy."""
         self.unopened: list[SwapIOError] = []
         """Why copies could not be opened, one each."""
         self._lock = threading.Lock()

@@ -74,7 +74,10 @@ class BirthPlan:
             self._put(model, name, self._buffer_at.get(place, self.buffers[-1]), self._buffer_at)
 
         of_adapters = (
-            (module, name) for unit in adapter_units(model) for module in unit for name in module._parameters
+            (module, name)
+            for unit in adapter_units(model)
+            for module in unit
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
         )
         self.adapters = list(dict.fromkeys(self.param_at[place] for place in of_adapters if place in self.param_at))
         """The parameters of adapters, which have initialisers of their own."""

@@ -42,7 +42,7 @@ def revert_of(model: nn.Module) -> Revert | None:
     plain: Any = object.__new__(plain_class(model))
     vars(plain).update(vars(model))  # the conversion is found by the name of the class, which FSDP2 changes
     if getattr(plain, "_weight_conversions", None) is None and getattr(plain.config, "quantization_config", None):
-        plain._weight_conversions = _with_quantizer(plain)
+        vars(plain)["_weight_conversions"] = _with_quantizer(plain)
     return partial(library.revert_weight_conversion, plain)
 
 
@@ -69,10 +69,13 @@ def regions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
     """
     if (revert := revert_of(model)) is None:
         return {}
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
+    storages = {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+    owners = {id(storage): name for name, storage in storages.items()}  # one object for all tensors that share it
     found: dict[str, list[Region]] = {}
-    for name, made in revert({name: tensor.detach().as_subclass(_View) for name, tensor in tensors.items()}).items():
-        if (owner := owners.get(made.untyped_storage()._cdata)) is not None:
+    for name, made in revert(
+        {name: tensor.detach().as_subclass(_Uncopied) for name, tensor in tensors.items()}
+    ).items():
+        if (owner := owners.get(id(made.untyped_storage()))) is not None:
             region = Region(name, tuple(made.shape), made.stride(), int(made.storage_offset()))
             found.setdefault(owner, []).append(region)
     return {
@@ -82,7 +85,7 @@ def regions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
     }
 
 
-class _View(torch.Tensor):
+class _Uncopied(torch.Tensor):
     """A tensor on meta that is not copied where that would make it contiguous: its strides say where it was."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the kernel did with bytes: where a file has its blocks, and what a drive was written."""
+"""Look at what the kernel did with bytes: where a file has its blocks, and what a drive was written."""
 
 import fcntl
 import os

@@ -12,7 +12,7 @@ from nvme_offload.offload.host.proc import Mount
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
-from nvme_offload.perf.doctor.trial import Seen, try_folder
+from nvme_offload.perf.doctor.trial import TrialSeen, try_folder
 from nvme_offload.perf.measure.drives import Drive, drive_of
 from nvme_offload.perf.measure.machine import mount_at
 
@@ -106,7 +106,7 @@ def check_file_system(mount: Mount | None) -> Finding:
     return found
 
 
-def check_trial(seen: Seen, engines: Sequence[str], config: OffloadConfig) -> Iterator[Finding]:
+def check_trial(seen: TrialSeen, engines: Sequence[str], config: OffloadConfig) -> Iterator[Finding]:
     """Say what came of a run in the folder, in the words of the run itself, and what the kernel did."""
     first = engines[0]
     if first in seen.failures:
@@ -127,7 +127,7 @@ def check_trial(seen: Seen, engines: Sequence[str], config: OffloadConfig) -> It
         yield check_reached(seen)
 
 
-def check_direct_io(seen: Seen, config: OffloadConfig) -> Finding:
+def check_direct_io(seen: TrialSeen, config: OffloadConfig) -> Finding:
     """Whether what was written went past the page cache."""
     if seen.num_cached:
         found = saw("direct I/O", f"{seen.num_cached} pages of the swap file were in memory behind a commit")
@@ -141,7 +141,7 @@ def check_direct_io(seen: Seen, config: OffloadConfig) -> Finding:
     return saw("direct I/O", f"works, {alignment}")
 
 
-def check_promises(seen: Seen) -> Finding:
+def check_promises(seen: TrialSeen) -> Finding:
     """Whether space that was promised is there for every overwrite."""
     if seen.moved is False:
         return saw("promised space", "overwrites stay in the blocks that were promised")
@@ -151,7 +151,7 @@ def check_promises(seen: Seen) -> Finding:
     return saw("promised space", "overwrites go to other blocks: copy-on-write").warning(meaning, _ELSEWHERE)
 
 
-def check_reached(seen: Seen) -> Finding:
+def check_reached(seen: TrialSeen) -> Finding:
     """Whether what was committed is on a drive."""
     if seen.reached_bytes is None:
         return saw("written", f"{format_bytes(seen.written_bytes)}; its drive is not known").note(

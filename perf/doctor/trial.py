@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +26,8 @@ _COMMITTED, _WATCHED, _LAST = 2, 4, 6  # the steps before the kill, those before
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where and how a run is tried."""
+class TrialSite:
+    """A run is tried there, and so."""
 
     folder: Path
     aio: dict[str, Any]  # the section, without an engine
@@ -35,8 +35,8 @@ class Site:
 
 
 @dataclass
-class Seen:
-    """What came of a trial."""
+class TrialSeen:
+    """This came of a trial."""
 
     failures: dict[str, str] = field(default_factory=dict)  # by the name of an engine
     said: list[str] = field(default_factory=list)  # warnings of the run
@@ -47,18 +47,18 @@ class Seen:
     moved: bool | None = None  # whether overwrites went to other blocks; None: the file system does not say
 
 
-def try_folder(path: Path, aio: dict[str, Any], engines: Sequence[str]) -> Seen:
+def try_folder(path: Path, aio: dict[str, Any], engines: Sequence[str]) -> TrialSeen:
     """Try a run in a folder, in a process of its own, and leave nothing there. OSError: nothing can be made there."""
     with (
         TemporaryDirectory(prefix="doctor-") as logs,
         TemporaryDirectory(prefix=".offload-doctor-", dir=path, ignore_cleanup_errors=True) as folder,
         Child(trial, Path(logs) / "log") as child,
     ):
-        child.tell(Site(Path(folder), aio, engines))
+        child.tell(TrialSite(Path(folder), aio, engines))
         try:
-            seen: Seen = child.expect("seen", within=LIMIT)
+            seen: TrialSeen = child.expect("seen", within=LIMIT)
         except ChildFailedError as error:
-            return Seen(failures={engines[0]: str(error).partition("; see ")[0]})
+            return TrialSeen(failures={engines[0]: str(error).partition("; see ")[0]})
         seen.said = [text.replace(folder, str(path)) for text in seen.said]
         seen.failures = {engine: text.replace(folder, str(path)) for engine, text in seen.failures.items()}
         return seen
@@ -66,9 +66,9 @@ def try_folder(path: Path, aio: dict[str, Any], engines: Sequence[str]) -> Seen:
 
 def trial(told: Iterator[Any], send: Send) -> None:
     """Try the site that is told. All that is killed is forked before this process computes anything."""
-    site: Site = next(told)
+    site: TrialSite = next(told)
     torch.set_num_threads(1)
-    seen, handler = Seen(), _Said()
+    seen, handler = TrialSeen(), _Said()
     logging.getLogger("nvme_offload").addHandler(handler)
     for engine in site.engines:
         if failure := _killed(site, engine):
@@ -76,13 +76,12 @@ def trial(told: Iterator[Any], send: Send) -> None:
     expected = _trained(OffloadAdamW(_params(), offload={}), 0)
     for engine in [engine for engine in site.engines if engine not in seen.failures]:
         try:
-            _go_on(site, engine, expected, seen if engine == site.engines[0] else Seen())
+            _go_on(site, engine, expected, seen if engine == site.engines[0] else TrialSeen())
             _move_activations(site, engine)
             _move_tensor(site, engine)
         except Exception as error:
             seen.failures[engine] = f"{type(error).__name__}: {error}"
-    seen.said = list(dict.fromkeys(handler.texts))
-    send("seen", seen)
+    send("seen", replace(seen, said=list(dict.fromkeys(handler.texts))))
 
 
 class _Said(logging.Handler):
@@ -96,7 +95,7 @@ class _Said(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _section(site: Site, engine: str, **offload: Any) -> dict[str, Any]:
+def _section(site: TrialSite, engine: str, **offload: Any) -> dict[str, Any]:
     """Everything on the drive, and every byte that comes back compared with its checksum."""
     drive = {"device": "nvme", "nvme_path": str(site.folder)}
     return {
@@ -110,7 +109,7 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.linspace(-1, 1, *shape).bfloat16()) for shape in _SHAPES]
 
 
-def _run(site: Site, engine: str) -> OffloadAdamW:
+def _run(site: TrialSite, engine: str) -> OffloadAdamW:
     return OffloadAdamW(_params(), offload=_section(site, engine, durable=engine, staging_budget="16MiB"))
 
 
@@ -129,7 +128,7 @@ def _trained(optimizer: OffloadAdamW, first: int) -> list[torch.Tensor]:
     return [*(param.detach() for param in optimizer.param_groups[0]["params"]), *states]
 
 
-def _killed(site: Site, engine: str) -> str:
+def _killed(site: TrialSite, engine: str) -> str:
     """Train in a fork that is killed in the middle of a step; why it did not come so far, "" if it did."""
     reader, writer = Pipe(duplex=False)
     pid = os.fork()
@@ -153,7 +152,7 @@ def _killed(site: Site, engine: str) -> str:
     return said
 
 
-def _go_on(site: Site, engine: str, expected: Sequence[torch.Tensor], seen: Seen) -> None:
+def _go_on(site: TrialSite, engine: str, expected: Sequence[torch.Tensor], seen: TrialSeen) -> None:
     """Resume, look at what two steps do, and compare the end with that of a run in memory."""
     with _run(site, engine) as optimizer:
         step, _ = optimizer.resume() or (0, {})
@@ -166,17 +165,19 @@ def _go_on(site: Site, engine: str, expected: Sequence[torch.Tensor], seen: Seen
             _steps(optimizer, _WATCHED, _LAST)
             optimizer.durable.commit()
             now, reached_now = blocks_of(swap.fileno()), bytes_at_drive(swap.fileno())
-            seen.num_cached = cached_pages(swap.fileno(), os.fstat(swap.fileno()).st_size)
-            seen.alignment = reported_alignment(swap.fileno())
-        seen.written_bytes = optimizer.stats().bytes_written - written.bytes_written
-        seen.reached_bytes = None if reached is None or reached_now is None else reached_now - reached
-        seen.moved = (
-            None if blocks is None or now is None else any(now.get(at) != place for at, place in blocks.items())
+            num_cached = cached_pages(swap.fileno(), os.fstat(swap.fileno()).st_size)
+            alignment = reported_alignment(swap.fileno())
+        vars(seen).update(
+            num_cached=num_cached,
+            alignment=alignment,
+            written_bytes=optimizer.stats().bytes_written - written.bytes_written,
+            reached_bytes=None if reached is None or reached_now is None else reached_now - reached,
+            moved=None if blocks is None or now is None else any(now.get(at) != old for at, old in blocks.items()),
         )
         _must_equal(_trained(optimizer, _LAST), expected, "parameters and state")
 
 
-def _move_activations(site: Site, engine: str) -> None:
+def _move_activations(site: TrialSite, engine: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     rows = torch.linspace(-1, 1, 256 * 64).view(256, 64)
 
@@ -191,7 +192,7 @@ def _move_activations(site: Site, engine: str) -> None:
     _must_equal(found, expected, "gradients behind moved activations")
 
 
-def _move_tensor(site: Site, engine: str) -> None:
+def _move_tensor(site: TrialSite, engine: str) -> None:
     tensor = torch.arange(256 * KiB, dtype=torch.float32)
     with TensorSwapper(_section(site, engine)) as swapper:
         swapper.swap_out("tensor", tensor.clone()).wait()
