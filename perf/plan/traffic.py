@@ -82,13 +82,11 @@ def of_parameters(
 
     def train() -> None:
         for micro_batch in range(micro_batches):
-            rehearsal.phase = "forward"
             first, last = micro_batch == 0, micro_batch == micro_batches - 1
             for number in forward:
-                rehearsal.use(number, change=updated_in == "forward" and first and number not in frozen)
-            rehearsal.phase = "backward"
+                rehearsal.use(number, "forward", change=updated_in == "forward" and first and number not in frozen)
             for number in backward:
-                rehearsal.use(number, change=updated_in == "backward" and last and number not in frozen)
+                rehearsal.use(number, "backward", change=updated_in == "backward" and last and number not in frozen)
 
     return rehearsal.of_steps(train, visits if updated_in == "update" else (), changes=True)
 
@@ -108,11 +106,10 @@ def of_gradients(
     rehearsal = _Rehearsal("gradients", sizes, num_buffers, arrived)
 
     def train() -> None:
-        rehearsal.phase = "backward"
         arrived.clear()  # zero_grad
         for _ in range(micro_batches):
             for number in reversed(range(len(sizes))):
-                rehearsal.use(number, change=True, load=number in arrived)
+                rehearsal.use(number, "backward", change=True, load=number in arrived)
                 arrived.add(number)
 
     if updated_in == "backward":  # in memory, where they stay
@@ -150,8 +147,9 @@ class _Rehearsal:
             with self.cache.holding(block, change=True, load=False):
                 pass
 
-    def use(self, number: int, *, change: bool = False, load: bool = True) -> None:
+    def use(self, number: int, phase: Phase, *, change: bool = False, load: bool = True) -> None:
         """Use a block as forward and backward do."""
+        self.phase = phase
         block = self.cache.blocks[number]
         self.cache.order.note(number)
         with self.cache.holding(block, change=change, load=load):

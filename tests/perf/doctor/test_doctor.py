@@ -21,7 +21,7 @@ from nvme_offload.offload.units import GiB, MiB
 from nvme_offload.perf.doctor import command, engines, paths
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, print_report, saw
-from nvme_offload.perf.doctor.trial import Seen
+from nvme_offload.perf.doctor.trial import TrialSeen
 from nvme_offload.perf.measure import drives
 from tests.support.forked import forked_children
 from tests.support.sandbox import IO_URING_CALLS, can_filter, needs_mounts, run_python
@@ -291,7 +291,7 @@ class TestFileSystems:
     )
     def test_what_came_of_a_trial_is_what_is_said(self, came, expected):
         config = config_of(direct=came.pop("direct", "required"))
-        seen = Seen(
+        seen = TrialSeen(
             **{"alignment": (512, 512), "num_cached": 0, "written_bytes": 8, "reached_bytes": 8, "moved": False} | came
         )
         findings = [finding for finding in paths.check_trial(seen, ["a", "b"], config) if finding.level is not Level.OK]
