@@ -175,7 +175,7 @@ def test_system_calls_about_drives_go_one_way(path):
     assert not wrong, f"{', '.join(wrong)}: write drive.ask(path, ...)"
 
 
-MAX_MODULES_OF_A_STEP = 62
+MAX_MODULES_OF_A_STEP = 61
 
 
 def test_a_step_rests_on_few_modules():

@@ -4,7 +4,6 @@ import ctypes
 import mmap
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 def cached_pages(fd: int, size_bytes: int) -> int | None:
@@ -18,7 +17,7 @@ def cached_pages(fd: int, size_bytes: int) -> int | None:
         return None
     found = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
     start = ctypes.c_char.from_buffer(mapped)
-    refused = _libc.mincore(ctypes.addressof(start), size_bytes, found)
+    refused = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(size_bytes), found)
     del start
     mapped.close()
     return None if refused else sum(page & 1 for page in found.raw)

@@ -238,7 +238,7 @@ def killed(site, engine, before=trial._killed):
     return failure
 
 trial._killed = killed
-site = trial.Site(Path(sys.argv[1]), {{}}, ["aiofiles"])
+site = trial.TrialSite(Path(sys.argv[1]), {{}}, ["aiofiles"])
 trial.trial(iter([site]), lambda kind, seen: print(json.dumps(asdict(seen))))
 """
         done = run_python(code, tmp_path)
