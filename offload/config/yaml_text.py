@@ -14,6 +14,8 @@ _PLAIN = {
 """Words without quotes are these by the core schema of YAML 1.2, and begin so. PyYAML follows 1.1, in which ``off`` is
 false and ``1e-4`` is a word."""
 
+_OF_ACCELERATE = {"compute_environment", "deepspeed_config", "distributed_type"}
+
 
 def parse_yaml(text: str) -> Any:
     """Return what a document says; raises ValueError, by line and column, and ConfigError where PyYAML is missing."""
@@ -47,6 +49,6 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{where}{error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
-    if isinstance(found, dict) and "compute_environment" in found:
+    if isinstance(found, dict) and found.keys() & _OF_ACCELERATE:
         raise ValueError("a YAML of accelerate's is no section, but may name one, as its deepspeed_config_file")
     return found

@@ -1,5 +1,6 @@
 """The demo from end to end on its smallest model, and what it does when something is wrong."""
 
+import copy
 import json
 import operator
 import re
@@ -46,7 +47,7 @@ def finished(once):
 def runs(finished):
     """Both runs, state on NVMe and in memory, as the file has them."""
     made = []
-    for saved in finished[2]["results"]:
+    for saved in copy.deepcopy(finished[2]["results"]):
         its = {name: saved[name] for name in ("numel", "seconds", "losses", "figures")}
         made.append(DemoRun(contender=Contender(**saved["contender"]), ended=Ended(**saved["ended"]), **its))
     return tuple(made)

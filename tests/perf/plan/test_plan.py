@@ -207,23 +207,32 @@ def test_a_run_has_the_schedule_the_tiers_and_the_bytes_of_its_plan(seed, tmp_pa
             assert moved.total.read - 2 * block <= actual.get((Op.READ, kind), 0) <= most + 2 * block, kind
 
 
-@pytest.mark.parametrize(("card", "host"), [("4090", 64), ("4090", 128), ("h100", 256)])
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-70b", "gpt-oss-120b --lora r=16"])
+HAVE = [("4090", 64), ("4090", 128), ("h100", 256)]
+TRAIN = ["llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-70b", "gpt-oss-120b --lora r=16"]
+PLANNED = [(model, card, host) for model in TRAIN for card, host in HAVE]
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "host"), [pytest.param(*each, marks=[pytest.mark.slow] * (each[1] != "h100")) for each in PLANNED]
+)
 def test_what_people_have_holds_what_they_train(model, card, host):
-    result = plan(f"--model {model} --card {card} --host {host}GiB --drive 2xgen4-consumer --micro-batches 32")
+    with pytest.MonkeyPatch.context() as patch:  # which is the largest model does not matter
+        patch.setattr(command, "largest_model", lambda *rest: None)
+        result = plan(f"--model {model} --card {card} --host {host}GiB --drive 2xgen4-consumer --micro-batches 32")
     assert result.exit_code == 0, result.output
     assert "tokens/s; a billion tokens take" in result.stdout
     if "As offload init chooses: everything fits into memory" not in result.stdout and "--lora" not in model:
         assert "64 micro-batches of a step write" in result.stdout
 
 
-def test_adapters_are_all_that_is_written():
-    asked = "--model gpt-oss-120b --card 4090 --host 32GiB --drive gen4-consumer --json"
-    whole, adapted = (json.loads(plan(asked + more).stdout) for more in ("", " --lora r=16"))
-    assert whole["written_per_token"] > 1000 * adapted["written_per_token"]
-    moved = adapted["traffic_per_rank_and_step"]["parameters"]
-    assert moved["read"] < 2 * 117e9 * 4.4 / 8  # forward and backward
-    assert adapted["bytes_per_rank"]["optimizer state"]["host"] == pytest.approx(10 * 11.94e6, rel=0.01)
+def test_adapters_are_all_that_is_written(monkeypatch):
+    monkeypatch.setattr(command, "largest_model", lambda *rest: None)
+    asked = "--model gpt-oss-120b --lora r=16 --card 4090 --host 32GiB --drive gen4-consumer --json"
+    planned = json.loads(plan(asked).stdout)
+    moved = planned["traffic_per_rank_and_step"]["parameters"]
+    assert 50e9 < moved["read"] < 2 * 117e9 * 4.4 / 8  # forward and backward; some of it stays in memory
+    assert planned["written_per_token"] * 2048 < 14 * 11.95e6
+    assert planned["bytes_per_rank"]["optimizer state"]["host"] == pytest.approx(10 * 11.94e6, rel=0.01)
 
 
 @pytest.mark.parametrize(("arguments", "pattern"), [
