@@ -192,14 +192,14 @@ def fits(job: Job, machine: Machine) -> bool:
 def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: TierPlan) -> ModelShape | None:
     """The deepest model of this kind of layer that fits; None where not even one layer does.
 
-    One that has more than `MAX_LAYERS` need not be the deepest. `tiers`, where the model itself has its place, says
-    where to begin: bytes go by the number of layers.
+    Of many layers it may have 1 % less. One that has more than `MAX_LAYERS` need not be the deepest. `tiers`, where the
+    model itself has its place, says where to begin: bytes go by the number of layers.
     """
     low, too_many = 0, MAX_LAYERS + 2
     share = sum(tiers.budgets.values()) / max(1, sum(map(tiers.bytes_on, tiers.budgets)))
     number = min(max(1, round(shape.num_layers * share)), MAX_LAYERS + 1)
     step = 1 + number // 16
-    while too_many - low > 1:
+    while too_many - low > 1 + low // 100:
         low, too_many = (number, too_many) if fits(shape.with_layers(number)) else (low, number)
         if low and too_many <= MAX_LAYERS + 1:
             number = (low + too_many) // 2
