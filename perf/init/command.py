@@ -13,8 +13,8 @@ from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
-from nvme_offload.perf.plan.catalog import MICRO_BATCHES, MODEL, shape_of
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, batches_of_step
+from nvme_offload.perf.plan.catalog import MICRO_BATCHES, MODEL, TOKENS, shape_of
+from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, step_of
 from nvme_offload.perf.plan.lora import LoraOption
 from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
 from nvme_offload.perf.plan.remedies import remedies
@@ -32,7 +32,7 @@ def init(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks that share the model; by default one for each GPU, or one.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of one micro-batch on one rank.")] = 2048,
+    tokens: Annotated[int | None, TOKENS] = None,
     micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
     lora: LoraOption = None,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
@@ -55,8 +55,8 @@ def init(
         shape, machine = shape_of(model), this_machine(path, ranks, host_memory)
         shape = shape if lora is None else shape.with_lora(lora)
         machine = replace(machine, flops=flops, drives=None if bench is None else Drives.of_bench(bench))
-        batches = micro_batches or batches_of_step(tokens, machine.ranks)
-        chooser = Chooser(machine, path, tokens, micro_batches=batches)
+        each, batches = step_of(tokens, micro_batches, machine.ranks)
+        chooser = Chooser(machine, path, each, batches)
         found = chooser.choose(shape)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)

@@ -94,7 +94,10 @@ MODELS = {
 
 CARD: Any = typer.Option(help=f"A GPU by name, its memory and rates: {', '.join(CARDS)}.")
 DRIVE: Any = typer.Option(help="Drives by class, as docs/plan.md lists them: gen4-consumer, 2xgen5-enterprise.")
-MICRO_BATCHES: Any = typer.Option(min=1, help="Micro-batches of a step on one rank; by default 65,536 tokens together.")
+TOKENS: Any = typer.Option(min=1, help="Tokens of a micro-batch on a rank; by default 2048.", show_default=False)
+MICRO_BATCHES: Any = typer.Option(
+    min=1, help="Micro-batches of a step on a rank; by default 1 with --tokens, else 65,536 tokens together."
+)
 MODEL: Any = typer.Option(help="Hugging Face config.json, its folder, or a name: qwen3-8b, gpt-oss-120b.")
 
 

@@ -34,13 +34,18 @@ _RESIDENCIES = (
 
 _NOT_KEPT = 0.7
 """Share of what a step reads and writes that staging buffers do not spare it, at least."""
+MICRO_BATCH_TOKENS = 2048
 STEP_TOKENS = 65536
 """Tokens of a step where nobody says how many: what a fine-tuning of some billion parameters takes at least."""
 
 
-def batches_of_step(tokens: int, ranks: int) -> int:
-    """Return the micro-batches of a step of `STEP_TOKENS`, each of so many tokens on each of some ranks."""
-    return max(1, STEP_TOKENS // (tokens * ranks))
+def step_of(tokens: int | None, micro_batches: int | None, ranks: int) -> tuple[int, int]:
+    """Return the tokens of a micro-batch on a rank, and the micro-batches of a step, as given.
+
+    Where neither is, a step has `STEP_TOKENS` on all ranks together; who says the tokens alone has one micro-batch.
+    """
+    each = tokens or MICRO_BATCH_TOKENS
+    return each, micro_batches or (1 if tokens else max(1, STEP_TOKENS // (each * ranks)))
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ class Chooser:
     machine: Machine
     paths: Sequence[Path]
     tokens: int  # tokens of one micro-batch on one rank
+    micro_batches: int = 1  # of a step on one rank
     checkpointing: bool = True
     sequence: int = 0  # tokens of one sequence; 0: not known
-    micro_batches: int = 1  # of a step on one rank
     chunked_loss: bool = False  # whether the loss is computed of some tokens at a time
     bf16_moments: bool = False  # whether the sections that are tried keep moments in bf16
 

@@ -15,8 +15,18 @@ from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
 from nvme_offload.perf.measure.machine import device_here, facts_of
-from nvme_offload.perf.plan.catalog import CARD, DRIVE, MICRO_BATCHES, MODEL, REACHED, card_of, drives_of, shape_of
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, batches_of_step
+from nvme_offload.perf.plan.catalog import (
+    CARD,
+    DRIVE,
+    MICRO_BATCHES,
+    MODEL,
+    REACHED,
+    TOKENS,
+    card_of,
+    drives_of,
+    shape_of,
+)
+from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, step_of
 from nvme_offload.perf.plan.lora import Lora, LoraOption
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
@@ -86,7 +96,7 @@ def plan(
     tbw: Annotated[float | None, typer.Option(help="Terabytes that a node's drives may have written.")] = None,
     flops: Annotated[float | None, typer.Option(help="Operations per second that one rank reaches: 3e14.")] = None,
     update_rate: Annotated[float, typer.Option(help="Parameters per second of one rank's update.")] = UPDATE_RATE,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on a rank.")] = 2048,
+    tokens: Annotated[int | None, TOKENS] = None,
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; above 0, attention is counted, too.")] = 0,
     micro_batches: Annotated[int | None, MICRO_BATCHES] = None,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in backward.")] = True,
@@ -113,8 +123,9 @@ def plan(
         )
         machine = _named((card, drive), machine, device_memory, tbw)
         shape = _shape(model, params, layers, hidden, vocab, lora)
-        batches = _batches(micro_batches, config, batches_of_step(tokens, ranks))
-        chooser = Chooser(machine, [Path()], tokens, checkpointing, sequence, batches, chunked_loss)
+        chooser = Chooser(
+            machine, [Path()], *_step(config, tokens, micro_batches, ranks), checkpointing, sequence, chunked_loss
+        )
         choice, prediction, largest = _planned(config, shape, chooser)
     except (ShapeError, MachineError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
@@ -145,13 +156,11 @@ def _named(
     return replace(given, device_memory=memory, pcie=pcie, flops=flops, drives=drives, capacity=capacity)
 
 
-def _batches(given: int | None, config: Path | None, by_tokens: int) -> int:
-    """Return the micro-batches of a step: as given, as many as its tokens are, or 1 where a section says it."""
-    if config is None:
-        return given or by_tokens
-    if given:
+def _step(config: Path | None, tokens: int | None, micro_batches: int | None, ranks: int) -> tuple[int, int]:
+    """Return tokens of a micro-batch and micro-batches of a step; the latter are as a section says, if there is one."""
+    if config is not None and micro_batches:
         raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
-    return 1
+    return step_of(tokens, micro_batches if config is None else 1, ranks)
 
 
 def _device(memory: int | None, pcie: float | None) -> int | None:

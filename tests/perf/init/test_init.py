@@ -37,8 +37,7 @@ def model(tmp_path, monkeypatch):
 def init(model, tmp_path, *more):
     output = tmp_path / "offload.json"
     arguments = ["init", "--model", str(model), "--path", str(tmp_path), "-o", str(output)]
-    batches = [] if "--micro-batches" in more else ["--micro-batches", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *batches, *more])
+    done = CliRunner().invoke(app, [*arguments, "--tokens", "128", *more])
     return done, (json.loads(output.read_text()) if output.exists() else None)
 
 

@@ -225,6 +225,17 @@ def test_what_people_have_holds_what_they_train(model, card, host):
         assert "64 micro-batches of a step write" in result.stdout
 
 
+@pytest.mark.parametrize(("said", "tokens"), [
+    ("", 65536), ("--ranks 2", 65536), ("--tokens 512", 512), ("--micro-batches 3", 3 * 2048),
+    ("--tokens 100000", 100000), ("--ranks 64", 2048 * 64),
+])  # fmt: skip
+def test_a_step_is_of_65536_tokens_where_nothing_is_said(said, tokens, monkeypatch):
+    monkeypatch.setattr(command, "largest_model", lambda *rest: None)
+    numbers = "--params 1e8 --layers 4 --host-memory 64GiB --flops 1e12 --read-bw 1GB --write-bw 1GB --json"
+    done = json.loads(CliRunner().invoke(app, ["plan", *numbers.split(), *said.split()]).stdout)
+    assert done["tokens_per_second"] * done["iteration"]["seconds"] == pytest.approx(tokens)
+
+
 def test_adapters_are_all_that_is_written(monkeypatch):
     monkeypatch.setattr(command, "largest_model", lambda *rest: None)
     asked = "--model gpt-oss-120b --lora r=16 --card 4090 --host 32GiB --drive gen4-consumer --json"
@@ -303,7 +314,7 @@ def plan(arguments, config=None, folder=None):
         file = folder / "offload.json"
         file.write_text(json.dumps(config))
         arguments += f" --config {file}"
-    elif "--micro-batches" not in arguments:
+    elif "--micro-batches" not in arguments and "--tokens" not in arguments:
         arguments += " --micro-batches 1"
     return CliRunner().invoke(app, ["plan", *arguments.split()])
 
