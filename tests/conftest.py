@@ -17,9 +17,10 @@ import pytest
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
-# Tests that run side by side (`pytest -n 2`) share the processors: one thread each, unless a test asks for more.
+# Tests that run side by side (`pytest -n 2`) share the processors: one thread each, unless a test asks for more. With
+# more, a child that is forked from a worker waits in OpenMP for threads that only the worker has.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # Before torch is imported: its idle threads sleep instead of spinning, which on a busy two-core machine is the
 # difference between seconds and minutes.
