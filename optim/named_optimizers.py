@@ -47,8 +47,8 @@ class OffloadAdamW(OffloadOptimizer):
         state_dtype: dtype of the moments, "fp32" or "bf16". "bf16" keeps 6 bytes per bf16 parameter, not 10, and makes
             it a different optimizer: see docs/precision.md.
         bias_correction: correct the moments for their start at zero; BERT's first Adam does not.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file; or a folder on a
-            drive: state that fits into memory stays there, the rest is in the folder.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON, TOML or YAML file; or a folder
+            on a drive: state that fits into memory stays there, the rest is in the folder.
         norm_group: ranks with other parameters whose gradients belong to the same global norm: the process group of a
             pipeline's stages. Ranks that share a sharded parameter need no group.
         torch_arguments: what else ``torch.optim.AdamW`` takes. ``fused`` and ``foreach`` change nothing; ``amsgrad``,

@@ -56,8 +56,8 @@ class OffloadOptimizer(Optimizer):
     Args:
         params: parameters, or dicts of parameter groups, as for any torch optimizer.
         defaults: hyperparameters by name, for groups that do not have their own.
-        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON or TOML file, or a folder on a
-            drive: ``"offload": "auto"`` there. One `ConfigWarning` names keys that only `initialize` honours.
+        offload: the configuration section, as `OffloadConfig`, dict or path of a JSON, TOML or YAML file, or a folder
+            on a drive: ``"offload": "auto"`` there. One `ConfigWarning` names keys that only `initialize` honours.
         norm_group: ranks with other parameters whose gradients belong to the same global norm.
         torch_arguments: what else the subclass was given. ``fused`` and ``foreach`` change nothing; what the rule
             refuses must be false.

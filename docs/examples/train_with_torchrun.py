@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--nvme-path", help="folder on the drive that takes the optimizer state")
-    where.add_argument("--config", help="file with a configuration section, JSON or TOML")
+    where.add_argument("--config", help="file with a configuration section, JSON, TOML or YAML")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=256)
     args = parser.parse_args()

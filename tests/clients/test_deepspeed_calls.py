@@ -328,7 +328,7 @@ def test_who_does_not_let_micro_batches_be_counted_ends_each_step(alone, tmp_pat
 
 
 def parts_of_parameters(rank, world_size, folder, options):
-    """What scripts gather by hand, and the parts of this rank."""
+    """Scripts gather them by hand, or take the parts of this rank."""
     engine = engine_of(folder, **options)
     status = deepspeed.zero.ZeroParamStatus
     engine.backward(engine(torch.ones(2, 4))["loss"])

@@ -257,7 +257,7 @@ def test_what_cannot_be_saved_or_merged_is_refused_in_words(alone, tmp_path):
 
 @client("PEFT", "LoRA around a base on meta, which is read in place from its files")
 def test_adapters_around_a_base_on_meta_begin_as_peft_has_them(alone, tmp_path):
-    """Of a base with experts that are published one by one; logits are those of PEFT around the base in memory."""
+    """The base has experts that are published one by one; logits are those of PEFT around the base in memory."""
     base = mixtral(torch.float32)
     base.save_pretrained(tmp_path / "base")
     without = logits_of(base)

@@ -35,7 +35,7 @@ LIMITS = {
 
 
 def outcomes(name, folder):
-    """Of a run with each limit, and of one in memory without any."""
+    """Return what came of a run with each limit, and of one in memory without any."""
     be_ready_to_fork()
     limit, values, _ = LIMITS[name]
 

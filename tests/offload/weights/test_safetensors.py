@@ -198,7 +198,7 @@ def values_for_any_reader(folder):
 
 
 def adapter_in(folder):
-    """What PEFT finds, which reads the config first: values, and which config is beside them."""
+    """Return the values that PEFT finds, which reads the config first, and the config beside them."""
     if not (folder / ADAPTER_CONFIG).exists():
         return "refused"
     with SafetensorsReader(folder / ADAPTER_FILE) as reader:
@@ -251,7 +251,7 @@ class CrashedExport:
         return "" if left == (STRANGERS if self._before else {}) and not (folder / STAGING).exists() else str(set(left))
 
     def _problem_of_adapter(self, folder, *, is_done):
-        """Where both have one config it is never refused."""
+        """It is never refused where both have one config."""
         allowed = [({2.0}, self._after)]
         if not is_done:
             allowed += [({1.0}, self._before)] + ["refused"] * (self._before != self._after)

@@ -126,7 +126,7 @@ TIERS = {"param": "nvme", "grads": "nvme", "state": "nvme"}
 )
 @on_ranks("ranks")
 def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, precision):
-    """Of every dtype, block by block and in a loop, in place and copied, also where a durable run goes on."""
+    """Every dtype has them, block by block and in a loop, in place and copied, and where a durable run goes on."""
     folder, keys = tmp_path / "base", {"bf16": {"enabled": precision == "bf16"}}
     if rank == 0:
         publish(folder, build())
@@ -191,7 +191,7 @@ def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path):
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_base_is_not_saved_and_must_be_there_as_it_was(alone, tmp_path, durable):
-    """Of a checkpoint, and of a durable run; a copy with the same time of modification is the same file."""
+    """A checkpoint and a durable run ask for it; a copy with the same time of modification is the same file."""
     folder, config = forward_of_a_base(tmp_path)
     if durable:
         config["zero_optimization"]["offload_optimizer"]["durable"] = "run"

@@ -141,7 +141,7 @@ def test_one_of_two_drives_is_dead(when, code, drive, other, tmp_path):
 
 
 def names_of(folder):
-    """What a run needs: what says how it goes is written now and then."""
+    """List what a run needs: the record of how it goes is written now and then."""
     return sorted(each.name for each in folder.iterdir() if each.name != "record.json")
 
 
