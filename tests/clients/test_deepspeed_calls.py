@@ -186,6 +186,31 @@ def test_zero_init_keeps_what_a_constructor_computes(alone, tmp_path):
     assert 0 < found["first.weight"].abs().max() < 1
 
 
+MOVES = [
+    nn.Module.cpu,
+    lambda model: model.to("cpu", torch.bfloat16),
+    nn.Module.half,
+    lambda model: model.first.weight.cpu(),
+]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=["cpu", "to", "half", "one parameter"])
+def test_a_constructor_may_move_what_zero_init_makes(alone, tmp_path, move):
+    class Moved(Computing):
+        def __init__(self):
+            super().__init__()
+            move(self)
+
+    with deepspeed.zero.Init():
+        model = Moved()
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    engine = deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 0.1}))[0]
+    found = weights_of(engine)
+    assert found["scale"].unique().tolist() == pytest.approx([0.1], rel=1e-2)
+    assert 0 < found["first.weight"].abs().max() < 1
+    engine.destroy()
+
+
 @pytest.mark.slow
 def test_what_a_constructor_draws_is_rank_0s_on_all_ranks(tmp_path):
     first, second = run_ranks(computed, 2, str(tmp_path))

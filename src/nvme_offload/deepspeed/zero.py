@@ -125,19 +125,35 @@ class _Building(_Writes):
     """Knows which memory ``torch.empty`` and its kind gave, and makes parameters on meta of others."""
 
     _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+    _PLACES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+    _CASTS = (torch.Tensor.to, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float, torch.Tensor.double)
 
     def __init__(self) -> None:
         super().__init__()
         self._empty: set[StorageWeakRef] = set()
+        self._cast: set[StorageWeakRef] = set()
         self._moved = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        of_meta = bool(args) and isinstance(args[0], nn.Parameter) and args[0].is_meta
+        if of_meta and func in self._PLACES:
+            args, kwargs = _staying(args), _staying(kwargs or {})
+            func = torch.Tensor.to  # a place is what `initialize` decides
         made = super().__torch_function__(func, types, args, kwargs)
         if func in self._EMPTY and not made.is_meta:
             self._empty.add(_storage_of(made))
+        if of_meta and func in self._CASTS:
+            self._cast.add(_storage_of(made))
+        if of_meta and func == _SET_DATA:
+            self.watch(args[0])
         return made
+
+    def _written(self, func: Any, args: tuple[Any, ...]) -> nn.Parameter | None:
+        if func == _SET_DATA and _storage_of(args[1]) in self._cast:  # a module's `to`: what it will have is the same
+            return None
+        return super()._written(func, args)
 
     def moved(self, param: nn.Parameter) -> nn.Parameter:
         """Return a parameter on meta in the place of one that has memory, the same for the same."""
@@ -153,6 +169,13 @@ class _Building(_Writes):
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # of torch
+
+
+def _staying(given: Any) -> Any:
+    """Return the arguments of a tensor's `to` with the place that it has."""
+    if isinstance(given, dict):
+        return {name: "meta" if name == "device" else value for name, value in given.items()}
+    return tuple("meta" if type(value) in (str, int, torch.device) else value for value in given)
 
 
 def on_meta(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
