@@ -19,9 +19,12 @@ echo "import site; site.addsitedir('$project_site')" >"$site/project.pth"
 if [ "$name" = deepspeed ] && [ "$(id -u)" = 0 ] && [ ! -e /usr/include/libaio.h ] && command -v apt-get >/dev/null; then
   { apt-get update -qq && apt-get install -y -qq libaio-dev; } >/dev/null 2>&1 || true
 fi
-if "$folder/bin/pip" install -q --disable-pip-version-check --no-build-isolation "$@"; then
-  touch "$folder/.installed"
-else
-  echo "compare: $* cannot be installed here; its row will say so"
-  rm -rf "$folder"
-fi
+# One after the other: a package that is built here finds what was named before it.
+for requirement; do
+  if ! "$folder/bin/pip" install -q --disable-pip-version-check --no-build-isolation "$requirement"; then
+    echo "compare: $requirement cannot be installed here; its row will say so"
+    rm -rf "$folder"
+    exit 0
+  fi
+done
+touch "$folder/.installed"
