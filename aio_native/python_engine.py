@@ -105,7 +105,6 @@ class OwnerThread(ABC):
             self._end(code)
 
     def _adopt_thread(self) -> None:
-        """Called by every thread of the engine as it starts."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._cpu_clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
 

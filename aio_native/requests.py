@@ -258,7 +258,6 @@ class RequestQueue:
         return error if request.attempts >= MAX_ATTEMPTS else 0
 
     def _fail(self, request: Request, error: int) -> None:
-        """Record the first failure of an operation, and drop what it has not issued."""
         course = request.course
         if course.failure is not None:
             return

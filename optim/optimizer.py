@@ -596,7 +596,6 @@ class OffloadOptimizer(Optimizer):
         self._engines.count(activations)
 
     def _moved(self) -> DriveTotals:
-        """Return what drives have done for this run so far."""
         self.store.check_process()
         counted, blocks, activations = self._engines.stats(), self.store.blocks.stats(), self._engines.activations
         waits = [blocks.get(f"{kind}_wait_seconds", 0.0) for kind in ("param", "grad")]

@@ -36,7 +36,6 @@ def unread_text(config: OffloadConfig, who: str, reads: frozenset[str]) -> str |
 
 
 def _asks(config: OffloadConfig, name: str) -> bool:
-    """Whether a key was written and asks for something that would not be without it."""
     value = getattr(config, name)
     if name not in config.model_fields_set or value in (None, ()):
         return False

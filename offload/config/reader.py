@@ -99,8 +99,6 @@ def parse_file(path: Path) -> Any:
 
 
 class _Written(NamedTuple):
-    """A key of a section as the user wrote it."""
-
     key: str
     value: Any
     field: FieldInfo
@@ -266,7 +264,6 @@ class _Reader:
         return section
 
     def _add(self, written: _Written, error: ErrorDetails) -> None:
-        """Say in one line what pydantic found wrong."""
         key, value = written.key, written.value
         for part in dropwhile(lambda part: isinstance(part, str), error["loc"]):
             if isinstance(part, int):

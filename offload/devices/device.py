@@ -257,7 +257,6 @@ def page_unlock(address: int, device: torch.device) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is its bytes in host memory, one after the other."""
     return tensor.device == HOST and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -302,7 +302,6 @@ def _places(row: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _by_slot(entries: np.ndarray) -> dict[int, list[np.ndarray]]:
-    """Rows of entries by slot, in the order of its log."""
     found: dict[int, list[np.ndarray]] = {}
     for row in entries:
         found.setdefault(int(row[_SLOT]), []).append(row)
@@ -310,7 +309,6 @@ def _by_slot(entries: np.ndarray) -> dict[int, list[np.ndarray]]:
 
 
 def _beginning(extent: Extent, size_bytes: int) -> Iterator[Stripe]:
-    """Return where the first bytes of an extent are."""
     for stripe in extent.stripes:
         if size_bytes > 0:
             yield Stripe(stripe.fd, stripe.offset, min(size_bytes, stripe.size_bytes))

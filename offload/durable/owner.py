@@ -95,6 +95,5 @@ def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None
 
 
 def _began(pid: int) -> str | None:
-    """When a process began; None where there is none, or it is ending."""
     fields = (read(PROC / str(pid) / "stat") or "").rpartition(")")[2].split()
     return None if not fields or fields[0] in "ZX" else fields[19]

@@ -35,7 +35,6 @@ def cgroup_limit() -> CgroupLimit | None:
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, int]]:
-    """This process's memory cgroup and its ancestors, as (directory, version)."""
     memberships = [line.split(":", 2) for line in (read(PROC / "self/cgroup") or "").splitlines()]
     for _, controllers, path in memberships:
         if "memory" in controllers.split(","):

@@ -81,7 +81,6 @@ class ForeignFile:
         return opened if reported != NO_DIRECT_IO and max(reported or (0,)) <= PAGE else None
 
     def _read_tail(self) -> bytearray:
-        """Read what lies behind its last whole page."""
         tail = bytearray(self.identity.size_bytes - self.whole_bytes)
         with self._open() as fd:
             move_all(drive.read_at, fd, self.path, "read", self.whole_bytes, memoryview(tail), unit=1)

@@ -154,7 +154,6 @@ def _delete_if_dead(directory: Path) -> int:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether a run of this package, and nobody else, made the directory and everything in it."""
     found = drive.ask(directory, directory.lstat)
     if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
         return False
@@ -180,7 +179,6 @@ def _delete(directory: Path) -> None:
 
 
 def _lock_and_rename(hidden: Path, final: Path) -> Descriptor:
-    """Lock a directory and give it its name; returns the lock file."""
     lock = open_in(hidden, LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         drive.ask(hidden, fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -252,7 +252,6 @@ def move_all(
 
 
 def _open(path: Path, direct: DirectPolicy, how: int) -> tuple[Descriptor, int | None]:
-    """The open file, and the alignment of direct I/O; None: through the page cache."""
     if direct == "disabled":
         return open_in(path.parent, path.name, how), None
     opened = _open_direct(path, how)

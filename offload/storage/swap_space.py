@@ -206,7 +206,6 @@ class SwapSpace:
         self.copies.each(self.copies.written, reserve, raised=OutOfSpaceError)
 
     def _take(self, size: Size) -> Extent:
-        """An extent that is free again when nobody has it any more."""
         parts = [self._split(part) for part in (size if isinstance(size, tuple) else (size,))]
         # One range of each file, the parts one behind another in it.
         at = {file: file.take(sum(shares)).offset for file, *shares in zip(self._files, *parts, strict=True)}

@@ -138,7 +138,6 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, HeaderEntry], str | None]:
-    """The tensors of one file, and what it says is their digest."""
     try:
         with path.open("rb") as file:
             identity = FileIdentity.of(os.fstat(file.fileno()))

@@ -58,7 +58,6 @@ class HiddenFolder:
                 self._path.rmdir()
 
     def _take_lock(self) -> None:
-        """Make the folder if it is not there, and lock it."""
         path = self._path
         for _ in range(_MOST_ATTEMPTS):
             with contextlib.suppress(FileExistsError):

@@ -327,7 +327,6 @@ class _Export:
         self._digest = hashlib.sha256()
 
     def _complete(self, shard: _Shard) -> None:
-        """Write the header again, now with the digest, and bring the file to the drive."""
         assert self._file is not None
         shard.digest = self._digest.hexdigest()
         self._file.seek(0)

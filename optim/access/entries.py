@@ -130,7 +130,6 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
 
 
 def _check_entry(body: StateBody, index: int, name: str, value: Any) -> torch.Tensor:
-    """Return the entry as flat fp32 on the CPU, in the parameter's order of memory."""
     record = body.table[index]
     param = record.param
     exact = torch.float64 if isinstance(value, float) else None

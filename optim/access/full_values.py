@@ -174,7 +174,6 @@ def check_state_name(record: ParamRecord, name: str, caller: str) -> None:
 
 
 def _own_part(param: torch.Tensor, value: torch.Tensor, caller: str) -> torch.Tensor:
-    """Return the part of a whole tensor that belongs to this rank."""
     if isinstance(value, DTensor):
         raise ValueError(
             f"{caller}: needs a whole tensor of shape {tuple(param.shape)}, not a DTensor, of which each rank has a "

@@ -135,7 +135,6 @@ class CommittedValues:
         return section.float()
 
     def _memory_of(self, slot: SlotRecord) -> Memory:
-        """Return state, tail and trailer of a subgroup, with its log applied."""
         if self._held is None or self._held[0] is not slot:
             self._held = None
             chain = self._chains[slot.index]

@@ -224,7 +224,6 @@ class Birth:
 
 
 def _placer(write: Write) -> Callable[[NewTensor, torch.Tensor], None]:
-    """Return what gives parameters their first whole value."""
     born: set[NewTensor] = set()
 
     def place(new: NewTensor, whole: torch.Tensor) -> None:
@@ -240,7 +239,6 @@ def _placer(write: Write) -> Callable[[NewTensor, torch.Tensor], None]:
 
 
 def _has_value(param: torch.Tensor) -> bool:
-    """Return whether a sharded parameter is read where others wrote it."""
     parts = parts_of(param)
     return parts is not None and parts.stored.has_value
 

@@ -57,7 +57,6 @@ class BasePlaces:
 
     @staticmethod
     def _reason(pieces: Sequence[StoredPiece] | None, form: Padded, dim: int) -> str:
-        """Return why a parameter is copied, if it is."""
         if pieces is None:
             return "its elements lie in another order in the files"
         if dim:

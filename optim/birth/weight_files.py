@@ -69,7 +69,6 @@ class WeightSource:
         return [StoredPiece(each.offset, stored[each.name].numel, each.name, stored[each.name]) for each in regions]
 
     def _rearrange(self, new: NewTensor) -> torch.Tensor:
-        """Read all of a tensor, and bring its elements into their order."""
         if new not in self._rearranged:
             self._rearranged.clear()
             regions = self._regions[new]

@@ -96,7 +96,6 @@ def open_step(run: RunFound, *, step: int | None = None, snapshot: str | None = 
 
 
 def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, snapshot: str | None) -> dict[int, _Found]:
-    """Choose the same commit of each rank: the newest of those that are asked for."""
     of_ranks = {number: _commits_of(rank, snapshot) for number, rank in ranks.items()}
     common = set.intersection(*(set(of_rank) for of_rank in of_ranks.values()))
     first = next(iter(of_ranks.values()))
@@ -109,7 +108,6 @@ def _chosen(name: str, ranks: Mapping[int, CommittedRank], step: int | None, sna
 
 
 def _commits_of(rank: CommittedRank, snapshot: str | None) -> dict[str, _Found]:
-    """Return a rank's commits, the newest first, by identity."""
     manifests = rank.steps if snapshot is None else [rank.snapshot(snapshot)]
     return {found.commit_id: _Found(found, Content.decode(found.blob, rank.folder)) for found in manifests}
 

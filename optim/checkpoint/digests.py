@@ -64,7 +64,6 @@ def digest_of_file(descriptor: int, size_bytes: int, advance: Callable[[int], No
 
 
 def _fill(descriptor: int, room: torch.Tensor, start: int) -> int:
-    """Read as much as there is, at most the room; return how many bytes that was."""
     view, done = room.numpy().data, 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], start + done)):
         done += got

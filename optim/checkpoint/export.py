@@ -271,7 +271,6 @@ def checked_cast(name: str, source: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def _num_infinite(tensor: torch.Tensor) -> int:
-    """Count the infinite elements in this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.isinf().sum())
 

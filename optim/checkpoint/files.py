@@ -259,7 +259,6 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a path is a folder that we made."""
     marker = path / MARKER
     return _is_folder(path) and marker.is_file() and not marker.is_symlink()
 

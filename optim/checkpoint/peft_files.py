@@ -126,7 +126,6 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owner(name: str, layers: Mapping[str, object]) -> str:
-    """Return the name of the layer that has a tensor of this name; "" if none has."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return name
@@ -143,7 +142,6 @@ def _check_untied(weights: Collection[str], tied: Mapping[str, str], members: Co
 
 
 def _tried(layer: str, action: Callable[[], Any] | None) -> Any:
-    """Return what PEFT's `action` gives; ValueError where it cannot."""
     try:
         return action() if action is not None else None
     except Exception as error:

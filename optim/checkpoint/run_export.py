@@ -84,7 +84,6 @@ def _params_of(step: CommittedStep) -> dict[str, RecordedParam]:
 
 
 def _buffers_of(step: CommittedStep) -> dict[str, torch.Tensor]:
-    """Return the buffers that a training engine has committed, under their first names."""
     tied = {alias for rank in step.ranks for alias in rank.run.tied}
     buffers: dict[str, torch.Tensor] = {}
     for rank in step.ranks:
@@ -158,7 +157,6 @@ def _contents_of(step: CommittedStep) -> Contents:
 
 
 def _items_of(rank: RankOfStep, weights: str = "master") -> Iterator[Item]:
-    """Yield parameters and states of one rank, as `contents_of` has them."""
     parts = {index: param.part for index, param in enumerate(rank.run.params)}
     names = {index: param.name for index, param in enumerate(rank.run.params)}
     return tier_items(rank.values, parts, names, weights)

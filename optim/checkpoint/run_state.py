@@ -238,5 +238,4 @@ def _matched(
 
 
 def _retyped(value: Any, like: Any) -> Any:
-    """Make tuples of what JSON, which knows none, gave as lists."""
     return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value

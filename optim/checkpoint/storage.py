@@ -207,7 +207,6 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def _size_of(item: WriteItem) -> int:
-    """Return the bytes that an item may take in a file."""
     if item.tensor_data is None:
         return 0
     itemsize = item.tensor_data.properties.dtype.itemsize

@@ -190,7 +190,6 @@ class Commits:
         return lasts
 
     def _wait(self) -> CommitState:
-        """Wait until there is nothing more to come of the latest commit on this rank."""
         latest, store = self.durable.latest, self.store
         if latest.state is CommitState.PENDING and not store.is_closed:
             store.end_updates()
@@ -217,8 +216,6 @@ class Commits:
             raise latest.failure or StateError("commit", "a commit that lasts", "one that failed on another rank")
 
     def _check_between_steps(self) -> None:
-        """Raise on all ranks what stopped a step on one of them."""
-
         def check() -> None:
             with self.store.at_rest():
                 self.store.check(Need.STATE)

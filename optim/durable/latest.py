@@ -163,7 +163,6 @@ class LatestCommit:
         self._committer.close()
 
     def _make_last(self, writes: Sequence[Transfer[StagingBuffer]], bell: Bell) -> None:
-        """Make it last. The committer's thread calls this."""
         step, blob, commit_id = self._taken
         try:
             for write in writes:

@@ -143,7 +143,6 @@ class Durable:
         return Resumption(self.commits, self._owner.param_groups, self._owner.check_group)
 
     def _take_over(self, content: Content) -> tuple[int, dict[str, Any]]:
-        """Go on from what was brought back; return what `resume` returns."""
         return content.step, dict(content.client_state)
 
     def _between_steps(self, method: str) -> int | None:
@@ -157,5 +156,4 @@ class Durable:
             raise StateError(f"optimizer.{method}", f"engine.{method} for the run of an engine", "its optimizer's")
 
     def _added(self) -> dict[str, Any]:
-        """Return what is committed beside the optimizer's state."""
         return {}

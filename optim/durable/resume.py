@@ -103,7 +103,6 @@ class Resumption:
             raise StateError("resume", "a call before the first step", f"step {self._commits.step} is taken")
 
     def _go_back(self, candidates: Sequence[Manifest], *, begins_load: bool = True) -> Content:
-        """Take up one of these steps in place of what there is; an error on the way says what leads on from it."""
         if begins_load:
             self._store.begin_load()
         try:
@@ -113,7 +112,6 @@ class Resumption:
             raise
 
     def _back(self, steps: int) -> list[Manifest]:
-        """Return what is committed of the step so many before the latest."""
         committed = self._run.committed
         whole = committed[: 0 if self._run.extents.uncommitted else None]
         found = [manifest for manifest in whole if manifest.step == committed[0].step - steps]
@@ -185,7 +183,6 @@ class Resumption:
         )
 
     def _refuse_another_run(self, differences: Sequence[str]) -> None:
-        """Raise ResumeError on every rank where what one committed is of another run."""
         more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
         if said := self._said_by_any("; ".join(differences[:5]) + more):
             raise ResumeError(self._run.folder, f"is of another run than this: {said}. {_UNCHANGED}")

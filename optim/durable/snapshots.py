@@ -12,8 +12,6 @@ from nvme_offload.optim.ranks.collective import Ranks
 
 
 class _Kept(NamedTuple):
-    """The snapshots of one rank."""
-
     host: str
     folder: str
     published: set[str]

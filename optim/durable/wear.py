@@ -92,5 +92,4 @@ class Wear:
 
     @property
     def _written(self) -> int:
-        """Bytes of all kinds that went to drives so far."""
         return sum(engine.bytes_written for engine in self._engines.stats())

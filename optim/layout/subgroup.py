@@ -179,7 +179,6 @@ def plan_subgroups(
 
 
 def _fitting(wanted: int, room: int) -> int:
-    """Return the elements of a run that fit: all of them, or as many whole tiles as there is room for."""
     if round_up(wanted, _RUN_ALIGNMENT) <= room:
         return wanted
     return max(0, room) // TILE_NUMEL * TILE_NUMEL

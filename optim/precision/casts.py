@@ -273,7 +273,6 @@ def _is_one_of(module: nn.Module, classes: Iterable[type[nn.Module]]) -> bool:
 
 
 def _cast(tree: Any, those: tuple[torch.dtype, ...], dtype: torch.dtype) -> Any:
-    """Return a tree of tuples, lists and dicts with its tensors of `those` dtypes in `dtype`."""
     leaves, layout = tree_flatten(tree)
     cast = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in those else leaf for leaf in leaves]
     return tree_unflatten(cast, layout)

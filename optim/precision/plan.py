@@ -382,7 +382,6 @@ def _safe_params(config: OffloadConfig, model: nn.Module) -> set[nn.Parameter]:
 
 
 def _class_named(name: str) -> type:
-    """Return a class by its name with package, or raise ConfigError."""
     home, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(home), last)

@@ -175,7 +175,6 @@ class StatePlacement:
 
     @property
     def _buffer_bytes(self) -> int:
-        """Return the bytes that each staging buffer has of the section's budget."""
         return self._section.staging_budget // self._section.buffer_count // mmap.PAGESIZE * mmap.PAGESIZE
 
     def _check_staging_budget(self) -> None:
@@ -186,7 +185,6 @@ class StatePlacement:
             raise self._refused_budget(f"{buffers} must hold the state of {TILE_NUMEL} parameters", least)
 
     def _refused_budget(self, why: str, buffer_bytes: int) -> ConfigError:
-        """Return the error for staging buffers that need so many bytes each."""
         budget = f"zero_optimization.offload_optimizer.staging_budget = {format_bytes(self._section.staging_budget)}"
         needed = format_bytes(self._section.buffer_count * buffer_bytes)
         return ConfigError([f"{budget}: {why}; write at least {needed}, or a smaller buffer_count"])

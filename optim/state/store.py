@@ -176,7 +176,6 @@ class StateStore(StepState):
         self._check_room(self.durability.space_of(moving))
 
     def _fix_budget(self) -> None:
-        """Set a budget of "auto" to what these parameters will leave, as long as nothing has its place."""
         if not self.is_placed:
             self._placement.fix_budget(lambda: auto_host_budget() - account_of(self.config, self.table).to_come())
 
@@ -343,7 +342,6 @@ class StateStore(StepState):
         return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.durability.takes_all)
 
     def _plan(self, subgroups: Sequence[Subgroup], blocks: Sequence[Unit]) -> TierPlan:
-        """Place new subgroups and blocks beside the present ones."""
         staging, page = 0, mmap.PAGESIZE
         if self.pool is not None and self.tier is not None:
             page = self.tier.alignment
@@ -376,7 +374,6 @@ class StateStore(StepState):
         return max(subgroup.padded_numel for subgroup in [*subgroups, *(slot.subgroup for slot in self.slots)])
 
     def _visiting(self, more: Sequence[Subgroup]) -> list[Subgroup]:
-        """Return the subgroups that visit staging buffers, and these."""
         return [*(slot.subgroup for slot in self.slots if slot.home.is_visited), *more]
 
     def _fit_pool(self, moving: Sequence[Subgroup]) -> None:

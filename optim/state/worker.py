@@ -224,7 +224,6 @@ class _Started:
 
 
 def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> None:
-    """Run the thread: shifts, and sleep when there is nothing to do."""
     begin_thread(device)
     with started.at_work, torch.no_grad():
         while not started.end.is_set:

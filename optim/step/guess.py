@@ -199,14 +199,12 @@ class Guessing(ForGood):
 
 
 def _hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the groups hold besides parameters, to be compared later."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
 def _check_same_hyperparameters(
     owner: str, begun: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise StateError for a hyperparameter that has changed since updates began in backward."""
     for number, (before, after) in enumerate(zip(begun, now, strict=False)):
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):

@@ -92,7 +92,6 @@ def _groups_with_copies(shardings: Iterable[Sharding | None]) -> list[dist.Proce
 
 
 def _gather(own: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather this number from every rank of a group: fp64 [ranks] on the CPU."""
     mine = torch.tensor([own], dtype=torch.float64, device=device_of(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)

@@ -79,7 +79,6 @@ class PlainModules:
 
 
 def _gathered_params(model: nn.Module) -> set[torch.Tensor]:
-    """Return parameters that FSDP gathers, perhaps before the forward that uses them begins."""
     gathered: set[torch.Tensor] = set()
     for module in model.modules():
         gathered.update(record.sharded_param for record in fsdp_params(module))

@@ -225,7 +225,6 @@ class Stepper:
         return norm
 
     def _where_it_stands(self, number: int) -> str:
-        """Return what has been done of a step that an exception comes out of, and the way on."""
         begun = self._store.record_in(StepPhase.BEGUN)
         if self._store.has_unfinished_step or (begun is not None and begun.done):
             condition = self._store.condition

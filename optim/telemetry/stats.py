@@ -212,7 +212,6 @@ _NO_NUMBERS = ("iteration", "commit_failure")
 
 
 def _of_iteration(iteration: IterationStats | None) -> dict[str, float]:
-    """Return the seconds of an iteration under flat names; NaN where there was none."""
     plain = ("seconds", "compute_seconds", "drive_seconds", "norm_seconds", "kernel_seconds")
     found = {name: getattr(iteration, name, math.nan) for name in (*plain, "ideal_seconds", "share_of_ideal")}
     for cause in get_args(Cause):

@@ -285,7 +285,6 @@ def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> N
 
 
 def _sums_of_bits(values: Sequence[object]) -> list[int]:
-    """Return the sum of the bits of each tensor, as a whole number."""
     tensors = [value.detach().contiguous() for value in values if isinstance(value, torch.Tensor)]
     kinds = [_BITS.get(tensor.element_size(), torch.int64) for tensor in tensors]
     return [int(one.view(kind).sum(dtype=torch.int64)) for one, kind in zip(tensors, kinds, strict=True)]

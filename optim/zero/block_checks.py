@@ -74,7 +74,6 @@ class BlockChecks:
         return Account(config, list(self._groups()), self._num_shards, is_device(self.mesh.device_type))
 
     def _left(self, account: Account) -> int:
-        """Return the bytes of host memory that this rank has left beside what training is still to take."""
         return auto_host_budget() - account.to_come(on_meta=is_on_meta(self.model))
 
     @property
@@ -105,7 +104,6 @@ class BlockChecks:
 
 
 def _plan(config: OffloadConfig, placement: StatePlacement, account: Account, *, with_mirrors: bool) -> None:
-    """Plan as `StateStore` will, which raises where the host budget is too small."""
     units, page = account.blocks(), mmap.PAGESIZE
     in_memory = sum(unit.size_bytes for unit in units if unit.tiers == ("host",))
     max_bytes = placement.max_subgroup_bytes(in_memory, with_mirrors)

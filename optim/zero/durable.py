@@ -57,7 +57,6 @@ class EnginePart:
                     buffer.copy_(part["buffers"][name])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that a checkpoint has, too."""
         buffers = dict(self._module.named_buffers())
         if self._kept is None:
             kept = self._module.state_dict(keep_vars=True).keys()

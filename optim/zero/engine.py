@@ -452,7 +452,6 @@ class OffloadEngine:
         self._end_step(taken)
 
     def _check_trained(self) -> None:
-        """Look whether the optimizer has every parameter that asks for a gradient."""
         self._drop_gathered()  # FSDP2 shows gathered copies in the place of parameters
         for name, param in self.module.named_parameters():
             if param.requires_grad and param not in self.optimizer.state:

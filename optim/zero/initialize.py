@@ -193,7 +193,6 @@ class _Making:
         return chosen_before(self.config), self._checks(roles, stages).first_that_fits(self.config)
 
     def _plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
-        """Look whether all of it goes together on this mesh."""
         if is_device(self.device_type):  # after the mesh, with which a rank gets its device
             _check_is_on(self.model, current_of(self.device_type))
         check_not_sharded(self.model, roles)
@@ -405,7 +404,6 @@ def _birth_of(
 
 
 def _device_type(model: nn.Module, mesh: DeviceMesh | None) -> str:
-    """Return the type of the device that a plain module is on; on meta, where it is to be."""
     device = next((param.device for param in model.parameters()), HOST)
     if device.type == "meta":
         return mesh.device_type if mesh is not None else default_device_type()

@@ -197,7 +197,6 @@ def check_same_values(roles: MeshRoles, model: nn.Module, *, take_first: bool) -
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a section with their full keys."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -122,7 +122,6 @@ class _Wanted:
 def _found(
     model: nn.Module, asked: Iterable[object], error: Callable[[str], ValueError]
 ) -> Mapping[nn.Parameter, None]:
-    """Return the parameters that are asked for, in the model's order."""
     own = dict.fromkeys(model.parameters())
     found: dict[nn.Parameter, None] = {}
     for each in asked:

@@ -133,8 +133,6 @@ def _replace(
 
 
 def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:
-    """Return the names of modules with matrices of their own that are gathered in fp32."""
-
     def is_whole(prefix: str, name: str, param: nn.Parameter) -> bool:
         return param.ndim > 1 and plan[f"{prefix}.{name}" if prefix else name].gather is torch.float32
 
@@ -297,7 +295,6 @@ class _Grouping:
         return {self._policies[param] for param in self._sharded(module.parameters(recurse=False))}
 
     def _sharded(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return each parameter once, without scalars."""
         return [param for param in dict.fromkeys(params) if param in self._policies]
 
     def _gather_own_together(self, module: nn.Module) -> None:

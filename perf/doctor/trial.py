@@ -122,7 +122,6 @@ def _steps(optimizer: OffloadAdamW, first: int, last: int) -> None:
 
 
 def _trained(optimizer: OffloadAdamW, first: int) -> list[torch.Tensor]:
-    """Take the steps that are left; return parameters and state."""
     _steps(optimizer, first, _LAST)
     states = [value for entries in optimizer.state_dict()["state"].values() for value in entries.values()]
     return [*(param.detach() for param in optimizer.param_groups[0]["params"]), *states]

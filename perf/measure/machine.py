@@ -22,7 +22,6 @@ from nvme_offload.perf.measure.drives import drive_of
 
 
 def _status_bytes(name: str) -> int:
-    """A size from /proc/self/status."""
     field = status_field(name)
     if field is None:
         raise RuntimeError(f"the kernel does not say {name} here: see proc(5), /proc/pid/status")

@@ -53,8 +53,6 @@ class Sample:
 
 @dataclass(eq=False)
 class _Slot:
-    """A staging buffer and what is under way in it."""
-
     buffer: StagingBuffer
     part: tuple[int, int] = (0, 0)  # the part of the extent that is moved: (start, size in bytes)
     operation: Operation | None = None

@@ -243,7 +243,6 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
 
 
 def _found(folders: Sequence[Path]) -> list[RunFound]:
-    """Return the runs below folders; what is on a drive that is dead is left out, and said."""
     here, lost = without_lost(folders)
     if missing := [str(error.path) for error in lost if error.errno in (errno.ENOENT, errno.ENOTDIR)]:
         what = "is no directory: name a folder that a section has as nvme_path"
@@ -256,7 +255,6 @@ def _found(folders: Sequence[Path]) -> list[RunFound]:
 
 
 def _table(found: Sequence[RunFound]) -> str:
-    """One line for each run, and one below it for whatever is to be said about it."""
     rows = [_HEADINGS, *(_row(run) for run in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -98,7 +98,6 @@ def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table of names and figures."""
     table = Table(*head, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -123,7 +122,6 @@ def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _now(record: Mapping[str, Any]) -> Table:
-    """Rates since the record before."""
     since, table = record["since"], _grid()
     scalars = record["scalars"]
     if since and since["seconds"] > 0:
@@ -161,7 +159,6 @@ def _seconds(seconds: float) -> str:
 
 
 def _grid() -> Table:
-    """Make a table that fits 80 columns, in a frame."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=30)
     table.add_column(justify="right", width=12)
@@ -215,7 +212,6 @@ def _page(runs: list[RunOnShow], lines: int | None = None) -> RenderableType:
 
 
 def _together(runs: list[RunOnShow]) -> Iterator[Text]:
-    """Show each run that has several ranks here in one line, whatever hosts they are on."""
     of_runs = defaultdict[tuple[str, int], dict[int, Mapping[str, Any]]](dict)
     for record in sorted((run.record for run in runs), key=lambda record: record["time"]):
         of_runs[record["optimizer"], record["world_size"]][record["rank"]] = record

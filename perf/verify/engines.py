@@ -291,5 +291,4 @@ def _measured(site: Site, layers: int) -> tuple[int, int, int]:
 
 
 def _waits(said: list[warnings.WarningMessage]) -> int:
-    """Count the warnings of torch for calls of it that make the host wait for the device."""
     return sum("called a synchronizing" in str(each.message) for each in said)
