@@ -15,15 +15,7 @@ from pydantic import Field, GetPydanticSchema, PlainValidator, WithJsonSchema, m
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
-from nvme_offload.offload.config.deepspeed_keys import (
-    TOP_IGNORED,
-    TOP_ONLY,
-    TOP_REFUSED,
-    ZERO_IGNORED,
-    ZERO_ONLY,
-    ZERO_REFUSED,
-    ZERO_TRANSLATED,
-)
+from nvme_offload.offload.config import deepspeed_keys, tiers, training
 from nvme_offload.offload.config.keys import (
     TRUE_WORDS,
     ByteBudget,
@@ -41,25 +33,6 @@ from nvme_offload.offload.config.keys import (
 from nvme_offload.offload.config.optimizer import OptimizerConfig
 from nvme_offload.offload.config.overlap import OVERLAPS, Overlap, OverlapStep
 from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
-from nvme_offload.offload.config.tiers import (
-    ActivationsConfig,
-    FilePath,
-    OffloadGradientsConfig,
-    OffloadParamConfig,
-    PathTuple,
-    TierConfig,
-)
-from nvme_offload.offload.config.training import (
-    BatchSizes,
-    Bf16Config,
-    CheckpointConfig,
-    DType,
-    Fp16Config,
-    HalfDType,
-    SchedulerConfig,
-    TorchAutocastConfig,
-    complete_batch_sizes,
-)
 from nvme_offload.offload.config.training_arguments import resolve
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
@@ -158,12 +131,12 @@ _OF_DURABLE = {"rewrite_every": "is of the state of", "rewind_steps": "goes back
 """These keys mean something in a durable run alone; elsewhere they are 1."""
 
 
-class OffloadOptimizerConfig(TierConfig):
+class OffloadOptimizerConfig(tiers.TierConfig):
     """The place of the optimizer state between steps."""
 
     device: Literal["none", "cpu", "nvme"] = key("none", "one of these", "same")
     """The tier of the optimizer state. `nvme` and `cpu` run the same kernel and give the same bits."""
-    nvme_path: PathTuple = key((), "a path or a list of different paths", "same, one path")
+    nvme_path: tiers.PathTuple = key((), "a path or a list of different paths", "same, one path")
     """Folder for the swap files, or a list of folders, which are striped by `aio.path_weights` and need no
     RAID. Needed for `device: nvme`, and only used there. `~` is the home folder. Held as a tuple."""
     buffer_count: Whole = key(4, "a whole number, 2..64", "same", "buffers", ge=2, le=64)
@@ -245,13 +218,13 @@ class ZeroOptimizationConfig(DeepSpeedModel):
     of a rank's elements, 8 to 64 Mi. 1e9 is taken for the whole number it is."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     """The place of the optimizer state between steps."""
-    offload_param: OffloadParamConfig = OffloadParamConfig()
+    offload_param: tiers.OffloadParamConfig = tiers.OffloadParamConfig()
     """The place of each rank's bf16 parameters, the upper halves of the master weights."""
 
-    IGNORED: ClassVar = ZERO_IGNORED
-    TRANSLATED: ClassVar = ZERO_TRANSLATED
-    ONLY: ClassVar = ZERO_ONLY
-    REFUSED: ClassVar = ZERO_REFUSED
+    IGNORED: ClassVar = deepspeed_keys.ZERO_IGNORED
+    TRANSLATED: ClassVar = deepspeed_keys.ZERO_TRANSLATED
+    ONLY: ClassVar = deepspeed_keys.ZERO_ONLY
+    REFUSED: ClassVar = deepspeed_keys.ZERO_REFUSED
 
     def max_subgroup_numel(self, numel: int, *, on_device: bool) -> int:
         """Return the most elements of a subgroup on a rank that has so many, and whose model computes on a device."""
@@ -309,35 +282,37 @@ class OffloadConfig(Section):
     parameters or gradients are on NVMe and there are several micro-batches, if the model allows it; a warning says what
     does not. It knows no rates: `offload plan` compares both orders, and `offload init` writes the faster one. The bits
     are the same, but for dropout. See `docs/block_by_block.md`."""
-    bf16: Bf16Config = Bf16Config()
+    bf16: training.Bf16Config = training.Bf16Config()
     """Forward and backward in bf16 with fp32 master weights."""
-    fp16: Fp16Config = Fp16Config()
+    fp16: training.Fp16Config = training.Fp16Config()
     """Forward and backward in fp16 with fp32 master weights and loss scaling."""
-    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
+    torch_autocast: training.TorchAutocastConfig = training.TorchAutocastConfig()
     """Forward under `torch.autocast`, with parameters and gradients in fp32."""
-    offload_gradients: OffloadGradientsConfig = OffloadGradientsConfig()
+    offload_gradients: tiers.OffloadGradientsConfig = tiers.OffloadGradientsConfig()
     """The place of each rank's gradient partitions between their arrival and the step."""
-    activations: ActivationsConfig = ActivationsConfig()
+    activations: tiers.ActivationsConfig = tiers.ActivationsConfig()
     """The place of what a forward saves for backward."""
-    communication_data_type: DType | None = key(None, "one of these", "same")
+    communication_data_type: training.DType | None = key(None, "one of these", "same")
     """Gradients are reduced in this. Left out, it follows the compute dtype: bf16 reduces in bf16, fp16 in fp16, all
     else in fp32; with `torch_autocast` the classes listed there reduce in its dtype. torch's spellings do as well."""
-    gradient_accumulation_dtype: DType | None = key(None, "one of these", "data_types.grad_accum_dtype, accepted too")
+    gradient_accumulation_dtype: training.DType | None = key(
+        None, "one of these", "data_types.grad_accum_dtype, accepted too"
+    )
     """Gradients are added up over micro-batches and reach the optimizer in this. Left out, it follows the compute
     dtype. fp32 goes with everything, bf16 with `bf16`, fp16 with `fp16`. torch's spellings do as well."""
     fp32_modules: Patterns = key((), 'a list of patterns, as ["*.router", "LayerNorm"]')
     """Modules that stay fp32 in a `bf16` or `fp16` model, with all that is in them: shell patterns of qualified names,
     of modules or parameters, or of class names, alone or with the package that they are imported from, as
     `torch.nn.LayerNorm`. Parameters that came in fp32 in a model that also has 16-bit ones stay fp32 without it."""
-    run_log: FilePath | None = key(None, "a path")
+    run_log: tiers.FilePath | None = key(None, "a path")
     """A file to which the optimizer appends what it does, a line of JSON at most every second, for `offload top` while
     it runs and afterwards. Ranks after the first write beside it, as `run.rank1.jsonl`. Made if it is missing; that it
     cannot be written is said once and stops nothing."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer that `initialize` makes."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: training.CheckpointConfig = training.CheckpointConfig()
     """The place of checkpoints."""
-    scheduler: SchedulerConfig | None = None
+    scheduler: training.SchedulerConfig | None = None
     """The learning-rate schedule that `initialize` makes; without this section there is none."""
 
     SPELLINGS: ClassVar = {
@@ -350,9 +325,9 @@ class OffloadConfig(Section):
         ("zero_optimization", False): ({}, "an old spelling of stage 0"),
         ("zero_optimization", True): ({"stage": 1}, "an old spelling of stage 1"),
     }
-    IGNORED: ClassVar = TOP_IGNORED
-    ONLY: ClassVar = TOP_ONLY
-    REFUSED: ClassVar = TOP_REFUSED
+    IGNORED: ClassVar = deepspeed_keys.TOP_IGNORED
+    ONLY: ClassVar = deepspeed_keys.TOP_ONLY
+    REFUSED: ClassVar = deepspeed_keys.TOP_REFUSED
     OTHERWISE: ClassVar = {
         "gradient_clipping": "DeepSpeed clips at 1.0 (0.0 before June 2026), here nothing is; write 1.0, or 0.0"
     }
@@ -365,16 +340,16 @@ class OffloadConfig(Section):
     @property
     def paths_of_tiers(self) -> dict[str, tuple[Path, ...]]:
         """The folders for swap files of each section that has any, by its key."""
-        found = {prefix[:-1]: part for prefix, part in parts(self) if isinstance(part, TierConfig)}
+        found = {prefix[:-1]: part for prefix, part in parts(self) if isinstance(part, tiers.TierConfig)}
         return {name: tier.nvme_path for name, tier in found.items() if tier.nvme_path}
 
     @property
-    def compute_dtype(self) -> DType:
+    def compute_dtype(self) -> training.DType:
         """Parameters are gathered and computed in this; under `torch_autocast` fp32, of which autocast departs."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
-    def autocast_dtype(self) -> HalfDType | None:
+    def autocast_dtype(self) -> training.HalfDType | None:
         """Return what autocast computes in; None where it is not enabled."""
         return self.torch_autocast.dtype if self.torch_autocast.enabled else None
 
@@ -409,14 +384,14 @@ class OffloadConfig(Section):
             return self.overlap.hides
         return on_device or self.zero_optimization.offload_optimizer.device == "nvme"
 
-    def batch_sizes(self, world_size: int) -> BatchSizes:
+    def batch_sizes(self, world_size: int) -> training.BatchSizes:
         """Complete the three batch keys for a number of data-parallel ranks.
 
         Raises:
             ConfigError: they do not go together; names the three and a right value.
         """
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-        return complete_batch_sizes(train, micro, self.gradient_accumulation_steps, world_size)
+        return training.complete_batch_sizes(train, micro, self.gradient_accumulation_steps, world_size)
 
     def completed_for(self, world_size: int) -> Self:
         """Return the section with its gradient accumulation steps, which the tier plan counts uses with."""

@@ -29,7 +29,7 @@ from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.access.same_values import differing
 from nvme_offload.optim.access.values import LiveValues, Values
-from nvme_offload.optim.checkpoint import bases, files
+from nvme_offload.optim.checkpoint import bases, files, run_state, storage
 from nvme_offload.optim.checkpoint.contents import (
     MODEL,
     Contents,
@@ -40,29 +40,7 @@ from nvme_offload.optim.checkpoint.contents import (
     contents_of,
 )
 from nvme_offload.optim.checkpoint.files import FileRecord
-from nvme_offload.optim.checkpoint.run_state import (
-    OBJECTS,
-    STATE,
-    RunState,
-    Scalars,
-    TrainingParts,
-    apply_state,
-    check_same_optimizer,
-    names_of_groups,
-    objects_bytes,
-    read_in_files,
-    read_state,
-    state_json,
-)
 from nvme_offload.optim.checkpoint.sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
-from nvme_offload.optim.checkpoint.storage import (
-    METADATA,
-    PlannedItems,
-    RankFile,
-    VerifiedReader,
-    metadata_bytes,
-    read_metadata,
-)
 from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
 from nvme_offload.optim.state.condition import Need
 
@@ -108,7 +86,9 @@ class Loaded:
 
 
 @torch.no_grad()
-def save(training: TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None) -> Path:
+def save(
+    training: run_state.TrainingParts, root: Path, tag: str | None, client_state: Mapping[str, Any] | None
+) -> Path:
     """Write a checkpoint; every rank must call it. Returns its folder.
 
     Raises:
@@ -131,7 +111,7 @@ def write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
         items = plan_items(partial, save.contents, site)
         with progress("writing the checkpoint", items.size_bytes) as advance:
             own = on_every_rank(lambda: items.write(advance), site.group)
-        written = map(RankFile.from_json, site.gather(own.as_json()))
+        written = map(storage.RankFile.from_json, site.gather(own.as_json()))
         index = on_first_rank(lambda: index_of(save, items, written), site.group)
         site.keep(lambda: index.write(partial))
         site.keep(lambda: files.publish(partial, save.tag))
@@ -151,7 +131,10 @@ class AgreedSave:
 
 
 def agree(
-    training: TrainingParts, tag: str | None, client_state: Mapping[str, Any] | None, values: Callable[[], Values]
+    training: run_state.TrainingParts,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    values: Callable[[], Values],
 ) -> AgreedSave:
     """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
 
@@ -175,8 +158,8 @@ def agree(
 
     def describe() -> tuple[bytes, bytes]:
         take_on_stages(contents, stages)
-        scalars = Scalars.of(training)
-        return state_json(scalars, contents), objects_bytes(scalars, client_state)
+        scalars = run_state.Scalars.of(training)
+        return run_state.state_json(scalars, contents), run_state.objects_bytes(scalars, client_state)
 
     state, objects = on_every_rank(describe, group)
     tag = on_first_rank(lambda: own_tag, group)
@@ -195,11 +178,11 @@ def _leave_buffers_to_first(contents: Contents, copies: Sequence[dist.ProcessGro
         contents.items[:] = [item for item in contents.items if item.name not in contents.buffers]
 
 
-def plan_items(partial: Path, contents: Contents, site: CheckpointSite) -> PlannedItems:
+def plan_items(partial: Path, contents: Contents, site: CheckpointSite) -> storage.PlannedItems:
     """Plan who writes what into a new folder; every rank must call it, and see the folder."""
     on_every_rank(lambda: _check_shared(partial, site), site.group)
     planner = StreamedSavePlanner(contents)
-    items = PlannedItems(partial, planner, site.host)
+    items = storage.PlannedItems(partial, planner, site.host)
     with _one_error(site.group), warnings.catch_warnings():
         if is_alone():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
@@ -235,17 +218,19 @@ class SavedIndex(NamedTuple):
         files.write_manifest(partial, {**self.of_ranks, **records})
 
 
-def index_of(save: AgreedSave, items: PlannedItems, written: Iterable[RankFile]) -> SavedIndex:
+def index_of(save: AgreedSave, items: storage.PlannedItems, written: Iterable[storage.RankFile]) -> SavedIndex:
     """Make the index of what all ranks have written, on the first one."""
     written = list(written)
-    metadata = metadata_bytes(items.metadata, written, save.contents.tied)
+    metadata = storage.metadata_bytes(items.metadata, written, save.contents.tied)
     records = {of_rank.name: of_rank.record for of_rank in written}
-    return SavedIndex({METADATA: metadata, STATE: save.state, OBJECTS: save.objects}, records)
+    return SavedIndex(
+        {storage.METADATA: metadata, run_state.STATE: save.state, run_state.OBJECTS: save.objects}, records
+    )
 
 
 @torch.no_grad()
 def load(
-    training: TrainingParts,
+    training: run_state.TrainingParts,
     root: Path,
     tag: str | None,
     take_over: Callable[[Loaded], None],
@@ -274,7 +259,7 @@ def load(
 
 
 def _load(
-    training: TrainingParts,
+    training: run_state.TrainingParts,
     found: FoundCheckpoint,
     site: CheckpointSite,
     take_over: Callable[[Loaded], None],
@@ -291,15 +276,15 @@ def _load(
     values, contents = on_every_rank(prepare, group)
     stages = contents_of_stages(contents, training.stages)
 
-    def compare() -> tuple[Metadata, RunState]:
+    def compare() -> tuple[Metadata, run_state.RunState]:
         take_on_stages(contents, stages)
         if wanted.optimizer:
-            check_same_optimizer(folder, training)
-        saved = read_metadata(folder, found.manifest)
-        bases.narrow(contents, read_in_files(folder), saved.state_dict_metadata, store.blocks.bases)
+            run_state.check_same_optimizer(folder, training)
+        saved = storage.read_metadata(folder, found.manifest)
+        bases.narrow(contents, run_state.read_in_files(folder), saved.state_dict_metadata, store.blocks.bases)
         metadata = contents.narrow(wanted, saved)
         check_fits(contents, metadata)
-        return metadata, read_state(folder, training, contents, wanted)
+        return metadata, run_state.read_state(folder, training, contents, wanted)
 
     metadata, state = on_every_rank(compare, group)
     store.pipeline.forget_failures()
@@ -307,7 +292,7 @@ def _load(
     numel = sum(item.chunk.saved.sizes.numel() for item in contents.items)
     with _one_error(group), progress("loading the checkpoint", numel) as advance:
         planner = StreamedLoadPlanner(contents, advance)
-        reader = HostsReader(found, metadata, group) if site.host else VerifiedReader(folder, metadata)
+        reader = HostsReader(found, metadata, group) if site.host else storage.VerifiedReader(folder, metadata)
         load_items({}, storage_reader=reader, planner=planner, process_group=group)
 
     def finish() -> None:
@@ -317,16 +302,16 @@ def _load(
 
     on_every_rank(finish, group)
     store.table.count_steps({index: int(step) for index, step in contents.steps.items()})
-    apply_state(state, training, wanted)
+    run_state.apply_state(state, training, wanted)
     loaded = Loaded(folder, state.client_state, state.global_steps)
     take_over(loaded)
     store.be_whole()  # last: whatever stopped it, the load is done or it is not
     return loaded
 
 
-def _contents_of(training: TrainingParts, values: Values) -> Contents:
+def _contents_of(training: run_state.TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
-    contents.group_names.extend(names_of_groups(training.optimizer, contents))
+    contents.group_names.extend(run_state.names_of_groups(training.optimizer, contents))
     if training.has_frozen is False:
         placed = set(contents.names.values())
         params = dict(training.model.named_parameters(remove_duplicate=False))

@@ -42,18 +42,9 @@ from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.choice import CANDIDATES, Candidate, chosen_before
+from nvme_offload.optim.zero import meshes
 from nvme_offload.optim.zero.block_checks import BlockChecks
 from nvme_offload.optim.zero.engine import OffloadEngine
-from nvme_offload.optim.zero.meshes import (
-    MeshRoles,
-    check_not_sharded,
-    check_same_on_ranks,
-    check_same_values,
-    default_mesh,
-    dtypes_of_stages,
-    is_launched,
-    replicated,
-)
 from nvme_offload.optim.zero.param_groups import NamedGroup, groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.sharding import shard_with_precision
@@ -121,15 +112,15 @@ def initialize(
     device_type = _device_type(model, mesh)
     read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
-    making = read() if mesh is None and is_alone() and not is_launched() else None
-    mesh = mesh if mesh is not None else default_mesh(device_type, given)
+    making = read() if mesh is None and is_alone() and not meshes.is_launched() else None
+    mesh = mesh if mesh is not None else meshes.default_mesh(device_type, given)
     groups = mesh.get_all_groups()
     making = making or on_every_rank(read, *groups)
-    on_every_rank(partial(check_same_on_ranks, mesh, MeshRoles.of(mesh), making.config, model), *groups)
-    mesh = replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
-    roles = MeshRoles.of(mesh)
+    on_every_rank(partial(meshes.check_same_on_ranks, mesh, meshes.MeshRoles.of(mesh), making.config, model), *groups)
+    mesh = meshes.replicated(mesh) if making.config.zero_optimization.stage == 0 else mesh
+    roles = meshes.MeshRoles.of(mesh)
     plan = making.choose_and_plan(roles, groups)
-    on_every_rank(partial(check_same_values, roles, model, take_first=sync_module_states), *groups)
+    on_every_rank(partial(meshes.check_same_values, roles, model, take_first=sync_module_states), *groups)
     return making.make(mesh, roles, plan, lr_scheduler)
 
 
@@ -172,13 +163,13 @@ class _Making:
         groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
         return cls(model, section, chosen, layers, birth, make_optimizer, rule, groups, device_type)
 
-    def choose_and_plan(self, roles: MeshRoles, groups: Sequence[ProcessGroup]) -> PrecisionPlan:
+    def choose_and_plan(self, roles: meshes.MeshRoles, groups: Sequence[ProcessGroup]) -> PrecisionPlan:
         """Choose what leaves memory, then look whether all of it goes together, on all ranks alike."""
-        stages = dtypes_of_stages(self.model, roles)
+        stages = meshes.dtypes_of_stages(self.model, roles)
         self._choose(roles, stages, groups)
         return on_every_rank(partial(self._plan, roles, stages), *groups)
 
-    def _choose(self, roles: MeshRoles, stages: set[torch.dtype] | None, groups: Sequence[ProcessGroup]) -> None:
+    def _choose(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None, groups: Sequence[ProcessGroup]) -> None:
         """Choose on all ranks alike what leaves memory: what durable runs began with, else what fits on each rank."""
         if self.config.offload is None:
             return
@@ -187,21 +178,21 @@ class _Making:
         self.chosen = CANDIDATES[max(begun or [number for _, number in offers])]
         self.config = self.chosen.applied(self.config)
 
-    def _offer(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> tuple[int | None, int]:
+    def _offer(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None) -> tuple[int | None, int]:
         """Return with which of `CANDIDATES` this rank's durable run began, if any, and the first that fits here."""
         self.config = self.config.completed_for(roles.num_data_parallel_ranks)
         return chosen_before(self.config), self._checks(roles, stages).first_that_fits(self.config)
 
-    def _plan(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
+    def _plan(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         if is_device(self.device_type):  # after the mesh, with which a rank gets its device
             _check_is_on(self.model, current_of(self.device_type))
-        check_not_sharded(self.model, roles)
+        meshes.check_not_sharded(self.model, roles)
         self.config = self.config.completed_for(roles.num_data_parallel_ranks)
         checks = self._checks(roles, stages)
         self.config = checks.check(self.config)
         return checks.precision
 
-    def _checks(self, roles: MeshRoles, stages: set[torch.dtype] | None) -> BlockChecks:
+    def _checks(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None) -> BlockChecks:
         on_device = is_device(self.device_type)
         plan = PrecisionPlan.of(self.config, self.model, stages, self.rule, on_device=on_device)
         if not on_device:
@@ -210,7 +201,7 @@ class _Making:
         return BlockChecks(self.model, self.blocks, roles.data_parallel, plan, self.rule, rules)
 
     def make(
-        self, mesh: DeviceMesh, roles: MeshRoles, plan: PrecisionPlan, lr_scheduler: SchedulerFactory | None
+        self, mesh: DeviceMesh, roles: meshes.MeshRoles, plan: PrecisionPlan, lr_scheduler: SchedulerFactory | None
     ) -> OffloadEngine:
         """Change the model, and make the engine around it."""
         groups = mesh.get_all_groups()
@@ -222,7 +213,7 @@ class _Making:
             undo.pop_all()
         return engine
 
-    def shard(self, roles: MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
+    def shard(self, roles: meshes.MeshRoles, plan: PrecisionPlan, undo: ExitStack) -> OffloadOptimizer:
         """Shard the model, and make the optimizer with all of its space; `undo` closes it."""
         shard_with_precision(
             self.model,
@@ -247,7 +238,7 @@ class _Making:
         return made
 
     def fill(
-        self, roles: MeshRoles, made: OffloadOptimizer, lr_scheduler: SchedulerFactory | None
+        self, roles: meshes.MeshRoles, made: OffloadOptimizer, lr_scheduler: SchedulerFactory | None
     ) -> LRScheduler | None:
         """Give a model that is on meta its values, and make the scheduler."""
         if self.birth is not None:

@@ -13,44 +13,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from nvme_offload.offload._fsdp_passes import (
-    after_each_backward,
-    compute_on_shards,
-    gather_by_itself,
-    gather_outside_inference_mode,
-    reduce_alike,
-)
-from nvme_offload.offload._torch_private import (
-    PutOn,
-    fsdp_params,
-    is_compiled,
-    reduce_every_call,
-    refuse_conversion,
-    take_the_place_of,
-)
+from nvme_offload.offload import _fsdp_passes, _torch_private
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
 from nvme_offload.optim.layout.blocks import params_outside
-from nvme_offload.optim.precision.casts import (
-    CONTAINERS,
-    cast_where_needed,
-    gather_fp32_outside_autocast,
-    guard_autocast,
-    return_no_views,
-)
+from nvme_offload.optim.precision import casts
 from nvme_offload.optim.precision.parameter import stays_as_it_came
 from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.precision.watch import say_what_is_lowered
 from nvme_offload.optim.ranks.collective import gather, host_groups, largest
-from nvme_offload.optim.tiers.parts import (
-    CONVERTED,
-    Storage,
-    StorageOf,
-    keep_grad_in,
-    remember_gatherers,
-    split_shard,
-    take_apart,
-)
+from nvme_offload.optim.tiers import parts
 from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
 from nvme_offload.optim.zero.outputs import train_through_any_output
 from nvme_offload.optim.zero.scalars import ScalarGradients, scalars_of
@@ -72,14 +44,14 @@ def shard_with_precision(
     plan: PrecisionPlan,
     *,
     reshard_after_forward: bool,
-    give_shards: Callable[[StorageOf], None] | None = None,
+    give_shards: Callable[[parts.StorageOf], None] | None = None,
 ) -> None:
     """Shard a plain module and give it the precision of its plan: all that `initialize` does to it, in place.
 
     What it trains in 16 bits becomes fp32. For a model on meta, `give_shards` gives its shards their memory.
     """
-    before = {name: PutOn.of(param) for name, param in model.named_parameters()}
-    cast_where_needed(model, plan)
+    before = {name: _torch_private.PutOn.of(param) for name, param in model.named_parameters()}
+    casts.cast_where_needed(model, plan)
     for param in model.parameters():
         if not stays_as_it_came(param):
             _make_fp32(param)
@@ -90,35 +62,37 @@ def shard_with_precision(
     shard_model(model, blocks, mesh, plan, reshard_after_forward=reshard_after_forward)
     names = {param: name for name, param in model.named_parameters()}
 
-    def storage_of(record: Any) -> Storage | None:
+    def storage_of(record: Any) -> parts.Storage | None:
         precision = plan[names[record.sharded_param]]
         is_apart = precision.in_parts and record.sharded_param.dtype in (torch.float32, precision.kept_as)
-        return Storage(precision.storage, precision.accumulate) if is_apart else None
+        return parts.Storage(precision.storage, precision.accumulate) if is_apart else None
 
-    (give_shards or partial(take_apart, model))(storage_of)
+    (give_shards or partial(parts.take_apart, model))(storage_of)
     _replace(old, before, model)
     for name, param in model.named_parameters():
         accumulate = plan[name].accumulate
-        if param.is_floating_point() and param.dtype != accumulate and split_shard(param) is None:
-            keep_grad_in(param, accumulate)
+        if param.is_floating_point() and param.dtype != accumulate and parts.split_shard(param) is None:
+            parts.keep_grad_in(param, accumulate)
     _reduce_where_accumulation_asks(model, plan)
     if plan.autocast is not None:
-        gather_fp32_outside_autocast(model, plan)
-        if plan.watches_modules and not any(is_compiled(module) for module in model.modules()):
+        casts.gather_fp32_outside_autocast(model, plan)
+        if plan.watches_modules and not any(_torch_private.is_compiled(module) for module in model.modules()):
             say_what_is_lowered(model, _gathered_whole(model, plan), plan.autocast)
-    guard_autocast(model, plan)
+    casts.guard_autocast(model, plan)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            refuse_conversion(module, CONVERTED)
+            _torch_private.refuse_conversion(module, parts.CONVERTED)
     refuse_what_needs_whole_weights(model)
 
 
 def _replace(
-    old: Mapping[str, Callable[[], nn.Parameter | None]], before: Mapping[str, PutOn], model: nn.Module
+    old: Mapping[str, Callable[[], nn.Parameter | None]], before: Mapping[str, _torch_private.PutOn], model: nn.Module
 ) -> None:
     """Give shards what was put on the parameters that they replace, to which no gradient may come any more."""
-    remember_gatherers(model)
-    records = {record.sharded_param: record for module in model.modules() for record in fsdp_params(module)}
+    parts.remember_gatherers(model)
+    records = {
+        record.sharded_param: record for module in model.modules() for record in _torch_private.fsdp_params(module)
+    }
     for name, param in model.named_parameters():
         if param not in records:
             continue  # a scalar, which is no shard: it is what it was
@@ -129,7 +103,7 @@ def _replace(
             )
             raise StateError(f"{name} as it was before initialize", f"a loss that uses {remedy}", "a gradient of it")
 
-        take_the_place_of(old[name](), before[name], records[param], refuse)
+        _torch_private.take_the_place_of(old[name](), before[name], records[param], refuse)
 
 
 def _gathered_whole(model: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, str]:
@@ -165,7 +139,7 @@ def shard_model(
     for modules, policy in grouping.groups:
         for module in modules:
             if type(module) is nn.Linear and module not in grouping.units:
-                return_no_views(module)
+                casts.return_no_views(module)
         together = modules if len(modules) > 1 else modules[0]
         # FSDP2 gathers a list again for backward when the gradient of the last module's output comes, which need not
         # be the first gradient, or come at all: the few parameters in lists stay.
@@ -175,20 +149,20 @@ def shard_model(
     if hasattr(model, "generate"):  # that of a model with encoder and decoder calls the encoder before the model
         register_fsdp_forward_method(model, "generate")
     train_through_any_output(model)
-    reduce_every_call(model)
+    _torch_private.reduce_every_call(model)
     _gather_in_own_dtypes(model, plan)
     if mesh.size() == 1:
         for module in model.modules():
-            compute_on_shards(module)
+            _fsdp_passes.compute_on_shards(module)
     else:
         on_host = host_groups(mesh)
-        reduce_alike(model, partial(_of_any_rank, on_host))
+        _fsdp_passes.reduce_alike(model, partial(_of_any_rank, on_host))
         if scalars:
-            after_each_backward(model, ScalarGradients(scalars, mesh.get_all_groups(), on_host).reduce)
+            _fsdp_passes.after_each_backward(model, ScalarGradients(scalars, mesh.get_all_groups(), on_host).reduce)
         if is_host(torch.device(mesh.device_type)):
             gather_in_kept_memory(model)
     for module in model.modules():
-        gather_outside_inference_mode(module)
+        _fsdp_passes.gather_outside_inference_mode(module)
     return model
 
 
@@ -213,12 +187,12 @@ def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:
     names = {param: name for name, param in model.named_parameters()}
     done: set[int] = set()
     for module in model.modules():
-        records = [record for record in fsdp_params(module) if id(record) not in done]
+        records = [record for record in _torch_private.fsdp_params(module) if id(record) not in done]
         done.update(map(id, records))
         policies = {id(record): plan.policy_of(names[record.sharded_param]) for record in records}
         if len({policy.param_dtype for policy in policies.values()}) > 1:
             for record in records:
-                gather_by_itself(record, policies[id(record)])
+                _fsdp_passes.gather_by_itself(record, policies[id(record)])
 
 
 def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> None:
@@ -232,7 +206,7 @@ def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> No
     never_wait = {
         module
         for module in model.modules()
-        for record in fsdp_params(module)
+        for record in _torch_private.fsdp_params(module)
         if plan[names[record.sharded_param]].reduces_every_micro_batch
     }
 
@@ -284,7 +258,7 @@ class _Grouping:
             policies = {self._policies[param] for param in self._sharded(params_outside(child, self._blocks))}
             if child in self._blocks or policies <= {own}:
                 continue
-            if len(policies) == 1 and not isinstance(child, (*CONTAINERS, nn.Sequential)):
+            if len(policies) == 1 and not isinstance(child, (*casts.CONTAINERS, nn.Sequential)):
                 others.setdefault(policies.pop(), {})[child] = None
             elif self._policies_of(child) - {own}:
                 self._add(child)

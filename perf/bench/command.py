@@ -20,23 +20,7 @@ from nvme_offload.offload.storage.run_directory import FIO_NAME, RunDirectory
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.bench.report import describe_latest, markdown, show, summarized, summary
-from nvme_offload.perf.measure.command_line import (
-    AIO,
-    HERE,
-    Json,
-    KnobError,
-    Paths,
-    Rw,
-    SaveTo,
-    Settings,
-    byte_option,
-    check_save,
-    check_settings,
-    check_space,
-    choice_option,
-    failures_in_words,
-    say_saved,
-)
+from nvme_offload.perf.measure import command_line
 from nvme_offload.perf.measure.comparison import compared
 from nvme_offload.perf.measure.machine import environment
 from nvme_offload.perf.measure.results import save
@@ -66,7 +50,7 @@ class Fio(AbstractContextManager["Fio"]):
     on how scattered the pages are that it happens to get, up to a factor of two.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: command_line.Settings) -> None:
         self._fio = find_fio()
         said = subprocess.run([self._fio, "--version"], capture_output=True, text=True, check=True)
         self.version = said.stdout.strip()
@@ -81,7 +65,7 @@ class Fio(AbstractContextManager["Fio"]):
     def __exit__(self, *exception: object) -> None:
         self._directory.remove()
 
-    def run(self, rw: Rw, size_bytes: int) -> float:
+    def run(self, rw: command_line.Rw, size_bytes: int) -> float:
         """Move `size_bytes` and give the bytes per second, by fio's own clock: its start-up does not count."""
         command, variables = self.command(rw, size_bytes), {**os.environ, **_HUGE_PAGES}
         done = subprocess.run(command, capture_output=True, text=True, env=variables)
@@ -89,7 +73,7 @@ class Fio(AbstractContextManager["Fio"]):
             raise FioError(f"fio failed: {(done.stderr or done.stdout).strip()}")
         return bandwidth(json.loads(done.stdout))
 
-    def command(self, rw: Rw, size_bytes: int) -> list[str]:
+    def command(self, rw: command_line.Rw, size_bytes: int) -> list[str]:
         """The command line that is run."""
         settings = self._settings
         offset_increment = self._share(settings.size) if settings.numjobs > 1 else 0
@@ -138,8 +122,8 @@ LONGEST_PASS = 4 * GiB  # a long run has many passes, so that a drive that becom
 class Plan:
     """One call of the command measures this."""
 
-    settings: Settings
-    directions: tuple[Rw, ...]
+    settings: command_line.Settings
+    directions: tuple[command_line.Rw, ...]
     runtime: float  # seconds of passes in each direction; at least one pass
     quads: int = 0  # quads against fio in each direction; 0 leaves fio out
 
@@ -147,19 +131,19 @@ class Plan:
 def check(plan: Plan) -> None:
     """Find everything that cannot work before anything starts."""
     settings = plan.settings
-    check_settings(settings)
+    command_line.check_settings(settings)
     if not 0 <= plan.quads <= MAX_QUADS:
-        raise KnobError("quads", f"{plan.quads} is out of range; choose 0 to {MAX_QUADS}")
+        raise command_line.KnobError("quads", f"{plan.quads} is out of range; choose 0 to {MAX_QUADS}")
     if not plan.runtime >= 0:  # so that nan is refused, too
-        raise KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
+        raise command_line.KnobError("runtime", f"{plan.runtime} seconds is negative, or no number")
     if plan.quads:
         if settings.ioengine == "null":
-            raise KnobError("ioengine", "null moves no bytes: use it without --compare-fio")
+            raise command_line.KnobError("ioengine", "null moves no bytes: use it without --compare-fio")
         find_fio()
         if len(settings.paths) > 1:
-            raise KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
+            raise command_line.KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
     for path, needed in space_needed(plan).items():
-        check_space(path, needed)
+        command_line.check_space(path, needed)
 
 
 def space_needed(plan: Plan) -> dict[Path, int]:
@@ -196,7 +180,7 @@ def run_bench(plan: Plan) -> dict[str, Any]:
     return document
 
 
-def measured_passes(target: RawTarget, plan: Plan, rw: Rw) -> dict[str, Any]:
+def measured_passes(target: RawTarget, plan: Plan, rw: command_line.Rw) -> dict[str, Any]:
     """The result of one direction: passes over the region until the time is used up, and what they come to."""
     samples: list[Sample] = []
     size_bytes = min(plan.settings.size, LONGEST_PASS)
@@ -221,7 +205,7 @@ def compare_with_fio(target: RawTarget, plan: Plan) -> dict[str, Any]:
         document |= {"version": fio.version, "command": fio.command("mixed", size_bytes)[1:]}
         for rw in plan.directions:
 
-            def ours(rw: Rw = rw) -> float:
+            def ours(rw: command_line.Rw = rw) -> float:
                 return target.run(rw, size_bytes).bw_bytes
 
             comparisons = compared(rw, ours, partial(fio.run, rw, size_bytes), plan.quads)
@@ -236,20 +220,22 @@ def compare_with_fio(target: RawTarget, plan: Plan) -> dict[str, Any]:
 RwChoice = Literal["read", "write", "mixed", "all"]
 
 QUADS = 20
-_BLOCK: Any = format_bytes(AIO.block_size)  # shown so in the help, parsed as if typed
+_BLOCK: Any = format_bytes(command_line.AIO.block_size)  # shown so in the help, parsed as if typed
 _SIZE: Any = format_bytes(GiB)
 
 
 def bench(
-    path: Paths = HERE,
-    bs: Annotated[int, byte_option("--bs", text="Bytes of one request.")] = _BLOCK,
-    iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = AIO.queue_depth,
-    size: Annotated[int, byte_option("--size", text="Bytes of the file to work on.")] = _SIZE,
-    numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = AIO.rings,
+    path: command_line.Paths = command_line.HERE,
+    bs: Annotated[int, command_line.byte_option("--bs", text="Bytes of one request.")] = _BLOCK,
+    iodepth: Annotated[int, typer.Option(help="Requests in flight on each ring.")] = command_line.AIO.queue_depth,
+    size: Annotated[int, command_line.byte_option("--size", text="Bytes of the file to work on.")] = _SIZE,
+    numjobs: Annotated[int, typer.Option(help="Rings, each with a thread.")] = command_line.AIO.rings,
     ioengine: Annotated[
-        str, choice_option("--ioengine", choices=("auto", *REGISTRY), text="Engine that does the I/O.")
-    ] = (AIO.engine),
-    direct: Annotated[DirectPolicy, typer.Option(help="Use direct I/O always, where it works, or never.")] = AIO.direct,
+        str, command_line.choice_option("--ioengine", choices=("auto", *REGISTRY), text="Engine that does the I/O.")
+    ] = (command_line.AIO.engine),
+    direct: Annotated[
+        DirectPolicy, typer.Option(help="Use direct I/O always, where it works, or never.")
+    ] = command_line.AIO.direct,
     runtime: Annotated[
         float, typer.Option(help="Seconds for each direction; 600 shows a cache that fills, and heat.")
     ] = 5.0,
@@ -260,18 +246,18 @@ def bench(
     quads: Annotated[
         int | None, typer.Option(help=f"Rounds of --compare-fio in each direction; by default {QUADS}.")
     ] = None,
-    as_json: Json = False,
-    save_to: SaveTo = None,
+    as_json: command_line.Json = False,
+    save_to: command_line.SaveTo = None,
 ) -> None:
     """Measure a drive: bandwidth, IOPS, latency and processor time.
 
     Everything is written before it is read, and verified before it is timed. Knobs are named as in fio.
     """
     wanted = Plan(
-        settings=Settings(
+        settings=command_line.Settings(
             paths=tuple(path), size=size, bs=bs, iodepth=iodepth, numjobs=numjobs, ioengine=ioengine, direct=direct
         ),
-        directions=get_args(Rw) if rw == "all" else (rw,),
+        directions=get_args(command_line.Rw) if rw == "all" else (rw,),
         runtime=runtime,
         quads=(QUADS if quads is None else quads) if compare_fio else 0,
     )
@@ -279,14 +265,14 @@ def bench(
         raise typer.BadParameter("it is about --compare-fio; give that, too", param_hint="'--quads'")
     if quads == 0:
         raise typer.BadParameter("0 rounds compare nothing; leave out --compare-fio", param_hint="'--quads'")
-    with failures_in_words():
+    with command_line.failures_in_words():
         if save_to:
-            check_save(save_to)
+            command_line.check_save(save_to)
         document = run_bench(wanted)
     if as_json:
         typer.echo(json.dumps(document))
     else:
         show(document, Console())
     if save_to:  # last: a disk that is full by now must not cost what was measured
-        with failures_in_words():
-            say_saved(save(save_to, "bench", summarized(document), markdown(document)))
+        with command_line.failures_in_words():
+            command_line.say_saved(save(save_to, "bench", summarized(document), markdown(document)))

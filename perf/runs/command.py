@@ -13,15 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from nvme_offload.offload.durable.inventory import (
-    CopiesFound,
-    RankFound,
-    RunFound,
-    find_runs,
-    remove_run,
-    remove_snapshot,
-    without_lost,
-)
+from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.owner import Owner
 from nvme_offload.offload.errors import OffloadError, StateError
 from nvme_offload.offload.foreign import COUNT, EACH, RANK, fits, parse_json, read_text
@@ -49,30 +41,35 @@ _RUN = {"name": str, "ranks": [_RANK], "num_ranks": RANK, "hosts": {EACH: str}}
 """A run is written so."""
 
 
-def format_runs(found: Sequence[RunFound]) -> str:
+def format_runs(found: Sequence[inventory.RunFound]) -> str:
     """Return a list of all runs as JSON, for `parse_runs` and for people."""
     more = {"step": "step", "alive": "is_alive", "size_bytes": "size_bytes", "committed_at": "committed_at"}
     said = [dataclasses.asdict(run) | {key: getattr(run, name) for key, name in more.items()} for run in found]
     return json.dumps(said, indent=2, default=str)
 
 
-def parse_runs(text: str) -> list[RunFound]:
+def parse_runs(text: str) -> list[inventory.RunFound]:
     """Return the runs of a list that `format_runs` made; ValueError where it is none."""
     runs = parse_json(text)
     if not fits(runs, [_RUN]) or not all(run["ranks"] for run in runs):
         raise ValueError("it has other names or values than a list of runs has")
-    return [RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"]) for run in runs]
+    return [
+        inventory.RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"])
+        for run in runs
+    ]
 
 
-def _rank_of(said: dict[str, Any]) -> RankFound:
+def _rank_of(said: dict[str, Any]) -> inventory.RankFound:
     copies = dict(zip(_COPIES, said["copies"], strict=False))
     if not (fits(copies, _COPIES) and copies["read_from"]):
         raise ValueError(f"its copies are {said['copies']}")
     owner = Owner(**{name: said["owner"][name] for name in _OWNER}) if said["owner"] else None
-    return RankFound(**{**{name: said[name] for name in _RANK}, "copies": CopiesFound(**copies), "owner": owner})
+    return inventory.RankFound(
+        **{**{name: said[name] for name in _RANK}, "copies": inventory.CopiesFound(**copies), "owner": owner}
+    )
 
 
-def joined(found: Sequence[RunFound]) -> list[RunFound]:
+def joined(found: Sequence[inventory.RunFound]) -> list[inventory.RunFound]:
     """Return what several hosts found of each run as one; of a rank that several have, the last commit counts."""
     runs = []
     for name in sorted({run.name for run in found}):
@@ -81,7 +78,7 @@ def joined(found: Sequence[RunFound]) -> list[RunFound]:
         ranks = sorted({rank.rank: rank for rank in in_order}.items())
         num_ranks = max(part.num_ranks for part in parts)
         hosts = {**ChainMap(*(dict(part.hosts) for part in parts))}
-        runs.append(RunFound(name, tuple(rank for _, rank in ranks), num_ranks, hosts))
+        runs.append(inventory.RunFound(name, tuple(rank for _, rank in ranks), num_ranks, hosts))
     return runs
 
 
@@ -152,10 +149,10 @@ def remove(
     _check_paths(run, partly=partly)
     try:
         if snapshot is None:
-            remove_run(run)
+            inventory.remove_run(run)
             done = f"removed {name}: {format_bytes(run.size_bytes)} are free"
         else:
-            remove_snapshot(run, snapshot)
+            inventory.remove_snapshot(run, snapshot)
             done = f"removed snapshot {snapshot} of {name}: its next process uses the space"
     except (StateError, OSError) as error:
         typer.echo(str(error), err=True)
@@ -222,7 +219,7 @@ def export(
         raise typer.Exit(1) from error
 
 
-def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> RunFound:
+def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> inventory.RunFound:
     run = next((run for run in _found(paths) if run.name == name), None)
     if run is None:
         raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
@@ -232,7 +229,7 @@ def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> RunFound:
     return run
 
 
-def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
+def _check_paths(run: inventory.RunFound, *, partly: bool | None = None) -> None:
     missing = [rank.copies for rank in run.ranks if rank.copies.num_missing]
     if missing and not partly:
         raise typer.BadParameter(
@@ -242,8 +239,8 @@ def _check_paths(run: RunFound, *, partly: bool | None = None) -> None:
         )
 
 
-def _found(folders: Sequence[Path]) -> list[RunFound]:
-    here, lost = without_lost(folders)
+def _found(folders: Sequence[Path]) -> list[inventory.RunFound]:
+    here, lost = inventory.without_lost(folders)
     if missing := [str(error.path) for error in lost if error.errno in (errno.ENOENT, errno.ENOTDIR)]:
         what = "is no directory: name a folder that a section has as nvme_path"
         raise typer.BadParameter(f"{', '.join(missing)} {what}", param_hint="PATH")
@@ -251,10 +248,10 @@ def _found(folders: Sequence[Path]) -> list[RunFound]:
         raise typer.BadParameter(str(lost[0]), param_hint="PATH") from lost[0]
     for error in lost:
         typer.echo(f"offload: left out: {error}", err=True)
-    return find_runs(here)
+    return inventory.find_runs(here)
 
 
-def _table(found: Sequence[RunFound]) -> str:
+def _table(found: Sequence[inventory.RunFound]) -> str:
     rows = [_HEADINGS, *(_row(run) for run in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -262,7 +259,7 @@ def _table(found: Sequence[RunFound]) -> str:
     return "\n".join(line for own, its in zip(lines, below, strict=True) for line in (own, *its))
 
 
-def _row(run: RunFound) -> tuple[str, ...]:
+def _row(run: inventory.RunFound) -> tuple[str, ...]:
     ranks = [rank.rank for rank in run.ranks]
     here = f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}"
     owners = [rank.owner for rank in run.ranks if rank.owner]
@@ -279,7 +276,7 @@ def _row(run: RunFound) -> tuple[str, ...]:
     )
 
 
-def _said(run: RunFound) -> list[str]:
+def _said(run: inventory.RunFound) -> list[str]:
     said = [f"rank {rank.rank}: {rank.problem}" for rank in run.ranks if rank.problem]
     if run.missing:
         said.append(f"no directory of ranks {run.missing} is here")

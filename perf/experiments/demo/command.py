@@ -21,14 +21,7 @@ from nvme_offload.perf.experiments.compare import Contender, Seen, Side
 from nvme_offload.perf.experiments.experiment import run_experiment
 from nvme_offload.perf.experiments.gpt import CONTEXT, PRESETS, ModelSize, parse_size
 from nvme_offload.perf.experiments.peers.worker import MICRO_BATCHES, Order
-from nvme_offload.perf.measure.command_line import (
-    KnobError,
-    check_folder,
-    check_save,
-    check_space,
-    choice_option,
-    failures_in_words,
-)
+from nvme_offload.perf.measure import command_line
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import mount_at, num_cpus
 
@@ -83,17 +76,19 @@ def demo(
         Path | None,
         typer.Option(help="Directory for the swap file, on the drive to use. Default: --out, or another on a drive."),
     ] = None,
-    engine: Annotated[str, choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")] = "auto",
+    engine: Annotated[
+        str, command_line.choice_option("--engine", choices=("auto", *ENGINES), text="Engine of the I/O.")
+    ] = "auto",
     out: Annotated[Path, typer.Option(help="Directory for the trace and results.")] = Path("demo-out"),
 ) -> None:
     """Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit."""
     asked = {**locals(), "path": str(path), "out": str(out)}
-    with failures_in_words():
+    with command_line.failures_in_words():
         shape = parse_size(size)
-        check_save(out, "out")
+        command_line.check_save(out, "out")
         out.mkdir(parents=True, exist_ok=True)
         drive = choose_drive(path, out)
-        check_space(drive, shape.swap_bytes)
+        command_line.check_space(drive, shape.swap_bytes)
     title = (
         f"A GPT with {shape.num_parameters / 1e6:.1f} million bf16 parameters learns Python's standard library, twice"
     )
@@ -116,13 +111,13 @@ def demo(
 def choose_drive(path: Path | None, out: Path) -> Path:
     """The directory that will hold the swap directory: the one asked for, or one that is on a drive."""
     if path is not None:
-        check_folder("path", path)
+        command_line.check_folder("path", path)
     candidates = [out, Path.cwd(), Path.home(), Path("/var/tmp")] if path is None else [path]
     for candidate in candidates:
         if os.access(candidate, os.W_OK | os.X_OK) and not ((mount := mount_at(candidate)) and mount.is_memory):
             return candidate
     where = ", ".join(map(str, candidates))
-    raise KnobError("path", f"{where}: memory and no drive; name a directory on a drive with --path")
+    raise command_line.KnobError("path", f"{where}: memory and no drive; name a directory on a drive with --path")
 
 
 def order_of(size: str, shape: ModelSize, engine: str) -> Order:
