@@ -3,9 +3,11 @@
 import ctypes
 import errno
 import os
+import re
 from pathlib import Path
 
 SYSCTL = Path("/proc/sys/kernel/io_uring_disabled")
+_CHARGES_RINGS_BEFORE = (5, 12)  # older kernels charge rings to RLIMIT_MEMLOCK, newer ones only registered buffers
 
 
 def io_uring_disabled() -> int | None:
@@ -36,24 +38,44 @@ def probe_errno(entries: int) -> int:
     return code
 
 
-def explain_refusal(code: int) -> str:
-    """Say cause and remedy for the errno that io_uring_setup answered."""
-    kernel = os.uname().release
-    if code == errno.ENOSYS:
-        return f"kernel {kernel} has no io_uring (Linux 5.6 or newer is needed), or a sandbox hides it"
-    if code == errno.EPERM:
-        setting = io_uring_disabled()
-        if setting:
-            who = "unprivileged processes" if setting == 1 else "everybody"
-            return (
-                f"the sysctl kernel.io_uring_disabled={setting} forbids io_uring to {who}; "
-                "allow it with: sysctl kernel.io_uring_disabled=0"
-            )
+def first_numbers(release: str) -> tuple[int, int]:
+    """The first two numbers of a version: (6, 18) of "6.18.44-generic"."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def cause_of(code: int, seccomp: int | None = None) -> tuple[str, str]:
+    """Return what it is that refuses io_uring with this errno, and what to type.
+
+    `seccomp`: the mode of this process, 0 (off) to 2 (a filter), as /proc/self/status has it; None: not known.
+    """
+    if code in (errno.EPERM, errno.EACCES):
+        if sysctl := io_uring_disabled():
+            whom = "everybody" if sysctl == 2 else "processes without CAP_SYS_ADMIN outside kernel.io_uring_group"
+            also = "" if seccomp != 2 else ", and a seccomp filter is active, which may forbid it as well"
+            return f"the sysctl forbids io_uring to {whom}{also}", "sudo sysctl -w kernel.io_uring_disabled=0"
+        if seccomp == 0:
+            cause = "neither seccomp nor the sysctl forbids it: a security module (SELinux, AppArmor) does"
+            return cause, "look for io_uring in: sudo dmesg; sudo ausearch -m avc -ts recent"
         return (
-            "io_uring is forbidden (EPERM), most likely by a seccomp filter: Docker's default profile blocks it; "
-            "run the container with --security-opt seccomp=unconfined or a profile that allows io_uring_setup, "
-            "io_uring_enter and io_uring_register"
+            "a seccomp filter forbids io_uring, as Docker's default profile does",
+            "docker run --security-opt seccomp=unconfined ..., or a profile that allows io_uring_setup, "
+            "io_uring_enter and io_uring_register (Kubernetes: seccompProfile.type Unconfined or Localhost)",
         )
+    if code == errno.ENOSYS:
+        hidden = "a seccomp filter hides it, or " if seccomp == 2 else ""
+        cause = f"{hidden}this kernel is too old (Linux 5.6 or newer is needed) or built without io_uring"
+        return cause, "use a kernel 6.1 or newer with CONFIG_IO_URING"
     if code == errno.ENOMEM:
-        return "io_uring needs more locked memory than RLIMIT_MEMLOCK allows; raise it (ulimit -l)"
-    return f"io_uring_setup failed on kernel {kernel}: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
+        old = first_numbers(os.uname().release) < _CHARGES_RINGS_BEFORE
+        cause = "RLIMIT_MEMLOCK is too small for the ring" if old else "the kernel is short of memory for the ring"
+        return cause, "ulimit -l unlimited, or a smaller aio.queue_depth" if old else "write a smaller aio.queue_depth"
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "no file descriptor is left", "ulimit -n 4096"
+    return "io_uring_setup(2) explains this error", 'write another aio.queue_depth, or another engine than "io_uring"'
+
+
+def explain_refusal(code: int) -> str:
+    """Say in a sentence what `cause_of` an errno says."""
+    cause, remedy = cause_of(code)
+    return f"io_uring is refused with {errno.errorcode.get(code, code)}, {os.strerror(code)}: {cause}; {remedy}"

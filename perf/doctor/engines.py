@@ -3,12 +3,11 @@
 import errno
 import os
 import platform
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable, open_engine
-from nvme_offload.aio_native.uring_refusal import io_uring_disabled, probe_errno
+from nvme_offload.aio_native.uring_refusal import cause_of, first_numbers, io_uring_disabled, probe_errno
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import status_field
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
@@ -16,7 +15,6 @@ from nvme_offload.perf.doctor.findings import Finding, saw
 
 FIRST_KERNEL = (5, 6)
 FULL_KERNEL = (6, 1)
-CHARGES_RINGS_BEFORE = (5, 12)  # older kernels charge rings to RLIMIT_MEMLOCK, newer ones only registered buffers
 
 
 @dataclass(frozen=True)
@@ -42,18 +40,14 @@ class EngineProbe:
         return [name for name in names if name not in self.refusals]
 
 
-def engine_options(config: OffloadConfig, alignment: int) -> EngineOptions:
-    """Options of an engine as `NvmeTier` chooses them, for a few operations."""
-    depth, block_size, rings = config.aio.queue_depth, config.aio.block_size, config.aio.rings
-    return EngineOptions(queue_depth=depth, block_size=block_size, rings=rings, alignment=alignment, max_operations=8)
-
-
 def probe_engines(config: OffloadConfig) -> EngineProbe:
     """Open and close engines with the configured sizes. Nothing is logged."""
+    sizes = {name: getattr(config.aio, name) for name in ("queue_depth", "block_size", "rings")}
+    options = EngineOptions(**sizes, alignment=MIN_ALIGNMENT, max_operations=8)
     refusals: dict[str, str] = {}
     for name in ENGINES:
         try:
-            open_engine(name, engine_options(config, MIN_ALIGNMENT)).engine.close()
+            open_engine(name, options).engine.close()
         except (EngineUnavailable, OSError, ValueError) as error:
             reason = error.__cause__ if isinstance(error.__cause__, EngineUnavailable) else error
             refusals[name] = str(reason).rstrip(".")
@@ -69,12 +63,6 @@ def check_engines(config: OffloadConfig, probe: EngineProbe) -> Iterator[Finding
         meaning = "the fastest engine is missing; with pyuring each request costs some 20 us of Python"
         yield saw("C++ engine", "not available").warning(meaning, probe.refusals["io_uring"])
     yield check_choice(config, probe)
-
-
-def first_numbers(release: str) -> tuple[int, int]:
-    """The first two numbers of a version: (6, 18) of "6.18.44-generic"."""
-    match = re.match(r"(\d+)\.(\d+)", release)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def check_kernel(release: str | None = None) -> Finding:
@@ -101,43 +89,13 @@ def check_io_uring(refusal: int) -> Finding:
     if not refusal:
         return saw("io_uring", f"allowed ({shown})")
     name = errno.errorcode.get(refusal, str(refusal))
-    cause, remedy = _cause(refusal, sysctl, seccomp)
+    cause, remedy = cause_of(refusal, seccomp)
     found = f"refused with {name}, {os.strerror(refusal)} ({shown})"
     meaning = f"{cause}; without io_uring the engine {ENGINES[-1]} serves, with a thread for each request"
     return saw("io_uring", found).warning(meaning, remedy)
 
 
 _SECCOMP = {0: "off", 1: "strict", 2: "filter active", None: "unknown"}
-
-
-def _cause(code: int, sysctl: int | None, seccomp: int | None) -> tuple[str, str]:
-    """Return what it is that refuses io_uring, and what to type."""
-    if code in (errno.EPERM, errno.EACCES):
-        if sysctl:
-            whom = "everybody" if sysctl == 2 else "processes without CAP_SYS_ADMIN outside kernel.io_uring_group"
-            also = "" if seccomp != 2 else ", and a seccomp filter is active, which may forbid it as well"
-            return f"the sysctl forbids io_uring to {whom}{also}", "sudo sysctl -w kernel.io_uring_disabled=0"
-        if seccomp == 0:
-            cause = "neither seccomp nor the sysctl forbids it: a security module (SELinux, AppArmor) does"
-            return cause, "look for io_uring in: sudo dmesg; sudo ausearch -m avc -ts recent"
-        return (
-            "a seccomp filter forbids io_uring, as Docker's default profile does",
-            "docker run --security-opt seccomp=unconfined ..., or a profile that allows io_uring_setup, "
-            "io_uring_enter and io_uring_register (Kubernetes: seccompProfile.type Unconfined or Localhost)",
-        )
-    if code == errno.ENOSYS:
-        hidden = "a seccomp filter hides it, or " if seccomp == 2 else ""
-        return (
-            f"{hidden}this kernel is too old or built without io_uring",
-            "use a kernel 6.1 or newer with CONFIG_IO_URING",
-        )
-    if code == errno.ENOMEM:
-        old = first_numbers(platform.release()) < CHARGES_RINGS_BEFORE
-        cause = "RLIMIT_MEMLOCK is too small for the ring" if old else "the kernel is short of memory for the ring"
-        return cause, "ulimit -l unlimited, or a smaller aio.queue_depth" if old else "write a smaller aio.queue_depth"
-    if code in (errno.EMFILE, errno.ENFILE):
-        return "no file descriptor is left", "ulimit -n 4096"
-    return "io_uring_setup(2) explains this error", f"write another aio.queue_depth, or aio.engine = {ENGINES[-1]}"
 
 
 def check_choice(config: OffloadConfig, probe: EngineProbe) -> Finding:

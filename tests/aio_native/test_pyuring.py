@@ -16,8 +16,8 @@ class TestPyuringEngine(EngineConformance):
 
 
 @pytest.mark.parametrize(("code", "sysctl", "words"), [
-    (errno.EPERM, "0", "seccomp=unconfined"), (errno.EPERM, "2", "sysctl kernel.io_uring_disabled=0"),
-    (errno.ENOSYS, "0", "Linux 5.6 or newer"), (errno.ENOMEM, "0", "ulimit -l"),
+    (errno.EPERM, "0", "seccomp=unconfined"), (errno.EPERM, "2", "sysctl -w kernel.io_uring_disabled=0"),
+    (errno.ENOSYS, "0", "Linux 5.6 or newer"), (errno.ENOMEM, "0", "smaller aio.queue_depth"),
 ])  # fmt: skip
 def test_a_refusal_says_what_to_do(monkeypatch, tmp_path, code, sysctl, words):
     (tmp_path / "sysctl").write_text(sysctl)
