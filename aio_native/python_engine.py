@@ -11,16 +11,7 @@ from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import ClassVar
 
-from nvme_offload.aio_native.engine import (
-    DRAIN_POLL_SECONDS,
-    Breakdown,
-    Engine,
-    EngineOptions,
-    EngineStats,
-    Op,
-    Registration,
-    Segment,
-)
+from nvme_offload.aio_native import engine
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.injection import Completion, FaultInjector
 from nvme_offload.aio_native.operation import PythonOperation
@@ -37,10 +28,10 @@ class OwnerThread(ABC):
 
     max_depth = 2**15
 
-    def __init__(self, name: str, options: EngineOptions) -> None:
+    def __init__(self, name: str, options: engine.EngineOptions) -> None:
         self.name = name
         self.depth = min(options.queue_depth * options.rings, self.max_depth)
-        self.breakdown: Breakdown | None = None
+        self.breakdown: engine.Breakdown | None = None
         self._options = options
         self.pid = os.getpid()
         """The process that has the thread: a forked child does not."""
@@ -148,7 +139,7 @@ class OwnerThread(ABC):
         ended = self._shut()
         if broken:
             with self._lock:
-                self.breakdown = Breakdown(code, ended)
+                self.breakdown = engine.Breakdown(code, ended)
                 arrived, self._inbox = self._inbox, []
             for operation in arrived:
                 self._requests.add(operation)
@@ -170,7 +161,7 @@ class OwnerThread(ABC):
         if (error := self._opened.get()) is not None:
             raise error
 
-    def hand_in(self, op: Op, segments: Sequence[Segment]) -> PythonOperation | None:
+    def hand_in(self, op: engine.Op, segments: Sequence[engine.Segment]) -> PythonOperation | None:
         """Have an operation done; None if `max_operations` are under way."""
         with self._lock:
             if self._closing:
@@ -197,7 +188,7 @@ class OwnerThread(ABC):
                 self._wake()
             return bool(self._num_operations)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """Count since it began; can be asked after `end`, too."""
         with self._lock:
             at_end = self._cpu_ns_at_end
@@ -220,7 +211,7 @@ class OwnerThread(ABC):
             self._ring_bell()
 
 
-class PythonEngine(Engine):
+class PythonEngine(engine.Engine):
     """An engine whose owner thread is written in Python, and ends when nobody has the engine any more.
 
     So it may be lost to an exception anywhere between its construction and its owner.
@@ -228,7 +219,7 @@ class PythonEngine(Engine):
 
     owner_type: ClassVar[type[OwnerThread]]
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: engine.EngineOptions) -> None:
         self.options = options
         self._owner = self.owner_type(self.name, options)
         # Before it begins, so that there is no moment at which nobody would end it. Not when the interpreter ends: it
@@ -242,11 +233,11 @@ class PythonEngine(Engine):
         return self._owner.depth
 
     @property
-    def breakdown(self) -> Breakdown | None:
+    def breakdown(self) -> engine.Breakdown | None:
         """Return how the owner thread broke; None while it works."""
         return self._owner.breakdown
 
-    def submit(self, op: Op, segments: Sequence[Segment]) -> PythonOperation | None:
+    def submit(self, op: engine.Op, segments: Sequence[engine.Segment]) -> PythonOperation | None:
         """Hand in an operation and return at once; None if `max_operations` are under way."""
         self._check_process()
         check_segments(segments, self.options.alignment)
@@ -256,14 +247,14 @@ class PythonEngine(Engine):
         """Wait until nothing is under way."""
         self._check_process()
         while self._owner.look():
-            time.sleep(DRAIN_POLL_SECONDS)
+            time.sleep(engine.DRAIN_POLL_SECONDS)
 
-    def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
+    def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> engine.Registration:
         """Register nothing: the requests of this engine have no registered form."""
         self._check_process()
-        return Registration()
+        return engine.Registration()
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """Return the counters since the engine was opened; they can be read after ``close`` too."""
         self._check_process()
         return self._owner.stats()

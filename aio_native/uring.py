@@ -7,21 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nvme_offload.aio_native import _native
-from nvme_offload.aio_native.engine import (
-    DRAIN_POLL_SECONDS,
-    Breakdown,
-    Engine,
-    EngineOptions,
-    EngineStats,
-    EngineUnavailable,
-    Failure,
-    Op,
-    Operation,
-    Registration,
-    Segment,
-    check_timeout,
-)
+from nvme_offload.aio_native import _native, engine
 from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.aio_native.requests import check_segments
 from nvme_offload.aio_native.uring_refusal import explain_refusal
@@ -41,10 +27,10 @@ class UringOperation:
         return int(self._native.size_bytes)
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> engine.Failure | None:
         """Return what went wrong with the operation, or None. Final once ``done()`` is true."""
         fields = self._native.failure
-        return Failure(*fields) if fields else None
+        return engine.Failure(*fields) if fields else None
 
     @property
     def submitted_ns(self) -> int:
@@ -62,7 +48,7 @@ class UringOperation:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait without the GIL; False when `timeout` seconds passed first."""
-        check_timeout(timeout)
+        engine.check_timeout(timeout)
         return bool(self._native.wait(timeout))
 
     def add_waker(self, eventfd: int) -> None:
@@ -70,7 +56,7 @@ class UringOperation:
         self._native.add_waker(eventfd)
 
 
-class UringEngine(Engine):
+class UringEngine(engine.Engine):
     """io_uring through liburing, with one owner thread per ring and optional registered buffers and files.
 
     With `no_io` no-ops are submitted in place of transfers, to measure everything except the drive.
@@ -78,9 +64,9 @@ class UringEngine(Engine):
 
     name = "io_uring"
 
-    def __init__(self, options: EngineOptions, *, no_io: bool = False) -> None:
+    def __init__(self, options: engine.EngineOptions, *, no_io: bool = False) -> None:
         if not hasattr(_native, "UringEngine"):
-            raise EngineUnavailable(
+            raise engine.EngineUnavailable(
                 "the package was built without liburing. Install its development files (Debian: apt-get install "
                 "liburing-dev; Fedora: dnf install liburing-devel) and install the package again"
             )
@@ -96,21 +82,21 @@ class UringEngine(Engine):
                 faults=_native_faults(options.faults),
             )
         except OSError as error:
-            raise EngineUnavailable(explain_refusal(error.errno or errno.ENOSYS)) from error
+            raise engine.EngineUnavailable(explain_refusal(error.errno or errno.ENOSYS)) from error
 
     @property
-    def breakdown(self) -> Breakdown | None:
+    def breakdown(self) -> engine.Breakdown | None:
         """Return how a ring of this engine broke; None while all of them work."""
         code, ended = self._engine.breakdown()
-        return Breakdown(code, ended) if code else None
+        return engine.Breakdown(code, ended) if code else None
 
-    def submit(self, op: Op, segments: Sequence[Segment]) -> Operation | None:
+    def submit(self, op: engine.Op, segments: Sequence[engine.Segment]) -> engine.Operation | None:
         """Hand in an operation and return at once; None when the engine is busy."""
         check_segments(segments, self.options.alignment)
         native = self._engine.submit(int(op), list(segments))
         return None if native is None else UringOperation(native)
 
-    def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> Registration:
+    def register(self, buffers: Sequence[tuple[int, int]], fds: Sequence[int]) -> engine.Registration:
         """Register memory (each region at most 1 GiB, of anonymous pages) and files, replacing what was before."""
         buffers_error, files_error = self._engine.register(list(buffers), list(fds))
         refusals = []
@@ -122,17 +108,17 @@ class UringEngine(Engine):
         if files_error:
             refusals.append(f"registered files refused ({os.strerror(files_error)}): requests name plain descriptors")
         has_buffers, has_files = bool(buffers) and not buffers_error, bool(fds) and not files_error
-        return Registration(buffers=has_buffers, files=has_files, refusals=tuple(refusals))
+        return engine.Registration(buffers=has_buffers, files=has_files, refusals=tuple(refusals))
 
     def drain(self) -> None:
         """Wait until nothing is under way."""
         while self._engine.under_way():
-            time.sleep(DRAIN_POLL_SECONDS)
+            time.sleep(engine.DRAIN_POLL_SECONDS)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """Counters since the engine was opened."""
         native = self._engine.stats()
-        return EngineStats(**{name: getattr(native, name) for name in EngineStats.__dataclass_fields__})
+        return engine.EngineStats(**{name: getattr(native, name) for name in engine.EngineStats.__dataclass_fields__})
 
     def close(self) -> None:
         """Finish what is under way, stop the threads, free the rings."""

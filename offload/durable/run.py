@@ -179,12 +179,6 @@ class DurableRun:
         if not drive.ask(folder, os.path.lexists, folder / identities.file_name(digest)):
             replace_in(folder, identities.file_name(digest), content)
 
-    def _look_at_names(self) -> None:
-        """Raise RemovedError if this run's files are gone; of those that only say what it is, make them again."""
-        self._files.check_names()
-        self._files.each_directory(lambda place, directory: directory.say_again(self._about | {"path": place}))
-        self._files.each_folder(self._say_identity)
-
     def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
         """Return what `identity` has otherwise than what was committed, one line each; empty where it fits."""
         if manifest.identity == identities.digest(identity):
@@ -272,7 +266,10 @@ class DurableRun:
         """
         if num_suspects := len(self.extents.suspects):
             raise StateError("the commit", "every slot of a failed sync written again", f"{num_suspects} are not")
-        self._look_at_names()
+        self._files.check_names()
+        # Files that only say what the run is are made again where somebody has removed them.
+        self._files.each_directory(lambda place, directory: directory.say_again(self._about | {"path": place}))
+        self._files.each_folder(self._say_identity)
         self._files.catch_up()
         try:
             self.space.sync()

@@ -69,8 +69,10 @@ class BufferPool:
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
         self.buffer_bytes = round_up(buffer_bytes, HostRegion(1).size_bytes)
         self.num_buffers = num_buffers
-        self._regions = _map_regions(num_buffers, self.buffer_bytes)
         size = self.buffer_bytes
+        per_region = max(1, MAX_REGISTERED_BYTES // size)  # no buffer crosses the limit of a registered region
+        numbers = [min(per_region, num_buffers - start) for start in range(0, num_buffers, per_region)]
+        self._regions = [HostRegion(number * size) for number in numbers]
         places = [(region, offset) for region in self._regions for offset in range(0, region.size_bytes, size)]
         self._buffers = [StagingBuffer(self, number, *place, size) for number, place in enumerate(places)]
         self._owners: list[BufferOwner | None] = [None] * num_buffers
@@ -166,10 +168,3 @@ class BufferPool:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("buffer pool")
-
-
-def _map_regions(num_buffers: int, buffer_bytes: int) -> list[HostRegion]:
-    """Map as few regions as possible, with no buffer that crosses the limit of a registered region."""
-    per_region = max(1, MAX_REGISTERED_BYTES // buffer_bytes)
-    starts = range(0, num_buffers, per_region)
-    return [HostRegion(min(per_region, num_buffers - start) * buffer_bytes) for start in starts]

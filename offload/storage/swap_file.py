@@ -64,7 +64,10 @@ class SwapFile:
         self._promised = 0
         self._counts_blocks = False
         if keep:
-            self._note_found()
+            # What an earlier process was promised still is, where no range of the file lacks its blocks.
+            found = self.status()
+            if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
+                self._note_promise(found.st_size)
 
     @property
     def fd(self) -> int:
@@ -115,12 +118,6 @@ class SwapFile:
         except SwapIOError:
             self._note_promise(0)
         self.reserve(size_bytes)
-
-    def _note_found(self) -> None:
-        """Note that what an earlier process was promised still is, where no range of the file lacks its blocks."""
-        found = self.status()
-        if found.st_blocks * _STAT_BLOCK_BYTES >= found.st_size:
-            self._note_promise(found.st_size)
 
     def check_room(self, size_bytes: int) -> None:
         """Raise OutOfSpaceError where the file system has no room for a file of that length."""

@@ -106,17 +106,13 @@ class _LoopWaker:
         loop = asyncio.get_running_loop()
         waker = cls._wakers.get(loop)
         if waker is None:
-            cls._end_of_closed_loops()
+            # What waited in loops that were closed midway refers to their wakers and keeps them.
+            for closed in [known for known in list(cls._wakers) if known.is_closed()]:
+                cls._wakers.pop(closed)._bell.close()
             waker = cls()
             loop.add_reader(waker._bell.fileno(), waker._wake)
             cls._wakers[loop] = waker  # only what the loop took: epoll may have no room, and some loops no readers
         return waker
-
-    @classmethod
-    def _end_of_closed_loops(cls) -> None:
-        """Close the wakers of loops that were closed midway: what waited there refers to them and keeps them."""
-        for loop in [known for known in list(cls._wakers) if known.is_closed()]:
-            cls._wakers.pop(loop)._bell.close()
 
     async def wait_for(self, operation: Operation) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -120,8 +120,10 @@ class Birth:
                 form, own = Padded(padded_size, storage.dtype), copied if in_files is None else group
                 if in_files is not None:
                     stored: StoredShard = ShardInFiles(form, record.device, in_files)
-                else:
-                    stored = self._unborn(form, record.device)
+                elif self._params_on_tier:
+                    stored = UnbornShard(form, record.device)
+                else:  # memory of zeros, which takes none until it is written to
+                    stored = ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=record.device))
                 parts: ShardParts = OnePart(shard, stored, owner, own, storage.accumulate)
                 if record.sharded_param.requires_grad:
                     parts = UnbornParts(owner, own, stored, storage.accumulate)
@@ -163,12 +165,6 @@ class Birth:
         """The files, by name, in which frozen parameters are that are read there."""
         return self._in_place.files if self._in_place is not None else {}
 
-    def _unborn(self, form: Padded, device: torch.device) -> StoredShard:
-        """Return the place of what will be stored of a parameter. Memory of zeros takes none until it is written to."""
-        if self._params_on_tier:
-            return UnbornShard(form, device)
-        return ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device=device))
-
     def fill(self, body: StateBody, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         """Give every parameter and buffer its value. All ranks of `mesh` draw the same random numbers.
 
@@ -192,18 +188,15 @@ class Birth:
         with SharedRandomNumbers(mesh):
             initializers = Initializers(self._model, self._plan, self._init, device)
             if self._source is None:
-                self._fill_from_initializers(initializers, write, blocks)
+                place = _placer(write)
+                for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
+                    initializers.run(unit, place)
             else:
                 with closing(self._source) as source:
                     self._fill_from_files(source, initializers, write, device)
             masters.release()
             body.pipeline.synchronize()
             body.blocks.synchronize()
-
-    def _fill_from_initializers(self, initializers: Initializers, write: Write, blocks: Iterable[nn.Module]) -> None:
-        place = _placer(write)
-        for unit in tracked("initializing the model", list(units(self._model, blocks)), len):
-            initializers.run(unit, place)
 
     def _fill_from_files(
         self, source: WeightSource, initializers: Initializers, write: Write, device: torch.device

@@ -63,7 +63,9 @@ class Resumption:
         with store.at_rest(), torch.no_grad():
             has_stopped = not self._ranks.all(bool(self._run.found) or not store.has_unfinished_step)
             self._ranks.together(partial(self._check_begins, has_stopped=has_stopped))
-            self._refuse_other_places()
+            reach = self._ranks.together(partial(Reach.of, self._store.config))
+            if said := misplaced(self._ranks.gather(reach)):
+                raise ResumeError(self._run.folder, f"cannot be resumed: {said}. Nothing of it has changed")
             self._commits.snapshots().agree()
             found = self._ranks.gather((bool(self._run.found), self._run.is_under_way)).values()
             if has_stopped:
@@ -143,12 +145,6 @@ class Resumption:
         self._run.forget_commits()
         self._store.be_whole()
 
-    def _refuse_other_places(self) -> None:
-        """Raise ResumeError on every rank where what one of them committed is where another one looks, and not it."""
-        reach = self._ranks.together(partial(Reach.of, self._store.config))
-        if said := misplaced(self._ranks.gather(reach)):
-            raise ResumeError(self._run.folder, f"cannot be resumed: {said}. Nothing of it has changed")
-
     def _common(self, find: Callable[[], Sequence[Manifest]]) -> list[Manifest]:
         """Return those of this rank's manifests, as `find` gives them, that all ranks have; newest first."""
         own = self._ranks.together(lambda: {found.commit_id: found for found in find()})
@@ -161,7 +157,9 @@ class Resumption:
         candidates = [own[commit] for commit in in_order if commit in common]
         identity = self._commits.identity()
         different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
-        self._refuse_another_run(different[0])
+        more = f", and {len(different[0]) - 5} more" if len(different[0]) > 5 else ""
+        if said := self._said_by_any("; ".join(different[0][:5]) + more):
+            raise ResumeError(self._run.folder, f"is of another run than this: {said}. {_UNCHANGED}")
         return [manifest for manifest, lines in zip(candidates, different, strict=True) if not lines]
 
     def _refuse_other_histories(self, of_all: Mapping[int, _Offer], common: set[str]) -> None:
@@ -181,11 +179,6 @@ class Resumption:
             "belongs to the others. Or go on from a snapshot that all ranks have, with resume(NAME), or from a "
             "checkpoint in a run of another name, which leaves this one as it is",
         )
-
-    def _refuse_another_run(self, differences: Sequence[str]) -> None:
-        more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
-        if said := self._said_by_any("; ".join(differences[:5]) + more):
-            raise ResumeError(self._run.folder, f"is of another run than this: {said}. {_UNCHANGED}")
 
     def _said_by_any(self, problem: str) -> str:
         """Return the problems of all ranks, with rank and host where there are several."""

@@ -185,7 +185,10 @@ class PrecisionPlan:
                 kept_as=param.dtype if stays_as_it_came(param) else None,
             )
             if precision.accumulate in SIXTEEN_BITS and param in kept:
-                raise ConfigError([_fp32_accumulated_in_16_bits(config, name)])
+                half = config.gradient_accumulation_dtype
+                why = f'"{name}" stays fp32 (fp32_modules, or the dtypes of the model); write "fp32", or leave it out'
+                what = f"{why}: {half} parameters then accumulate in {half}, others in fp32"
+                raise ConfigError([f'gradient_accumulation_dtype = "{half}": parameter {what}'])
         return cls(
             config,
             parameters,
@@ -391,9 +394,3 @@ def _class_named(name: str) -> type:
     if not isinstance(found, type):
         raise ConfigError([f'torch_autocast.lower_precision_safe_modules: "{name}" is no class'])
     return found
-
-
-def _fp32_accumulated_in_16_bits(config: OffloadConfig, name: str) -> str:
-    half = config.gradient_accumulation_dtype
-    why = f'parameter "{name}" stays fp32 (fp32_modules, or the dtypes of the model); write "fp32", or leave it out'
-    return f'gradient_accumulation_dtype = "{half}": {why}: {half} parameters then accumulate in {half}, others in fp32'

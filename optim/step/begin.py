@@ -207,12 +207,6 @@ class EarlyStep:
             self._num_early = learnt_early(begun.done, self._num_early)
         return begun
 
-    def _backward_order(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """Sort the last layer's subgroups first, and those that this forward has not used last."""
-        uses = self._store.uses
-        order = forward_order(slots, uses.ranks)[::-1]
-        return sorted(order, key=lambda slot: not any(run.param in uses.latest for run in slot.subgroup.runs))
-
     def _begin(self, may_begin: Callable[[ParamRecord], bool]) -> StepRecord | None:
         """Begin a step in backward; return None if one has stopped, which `step()` says."""
         store = self._store
@@ -238,7 +232,10 @@ class EarlyStep:
 
         order = list(filter(begins, store.slots_of(expected)))
         inbox = Inbox(store, expected, order, guess, left)
-        schedule = InBackward(self._backward_order(order), self._num_early)
+        # The last layer's subgroups come first, and those that this forward has not used last.
+        backward = forward_order(order, store.uses.ranks)[::-1]
+        backward.sort(key=lambda slot: not any(run.param in store.uses.latest for run in slot.subgroup.runs))
+        schedule = InBackward(backward, self._num_early)
         job = StepJob(store, self._meter, begun, schedule, inbox)
         self._found = {}
         store.mirror.begin_step()

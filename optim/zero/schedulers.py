@@ -46,15 +46,14 @@ def _rate_of(section: SchedulerConfig, optimizer: Optimizer, group: dict[str, An
         return lambda step: (
             low + (1.0 - low) * warmup_factor(step, num_warmup, kind) if step < num_warmup else cosine(step)
         )
-    decay = None
-    if section.type == "WarmupDecayLR":
-        assert num_total is not None
-        decay = linear_decay(num_warmup, num_total)
 
     def factor(step: int) -> float:
         if step < num_warmup:
             return warmup_factor(step, num_warmup, kind)
-        return decay(step) if decay else 1.0
+        if section.type == "WarmupLR":
+            return 1.0
+        assert num_total is not None  # falls in a line from 1 at the end of the warm-up
+        return max(0.0, (num_total - step) / max(1, num_total - num_warmup))
 
     low, high = params.warmup_min_lr, params.warmup_max_lr
     if high is None or group["lr"] != optimizer.defaults["lr"]:
@@ -67,11 +66,6 @@ def _rate_of(section: SchedulerConfig, optimizer: Optimizer, group: dict[str, An
 def warmup_factor(step: int, num_steps: int, kind: str) -> float:
     """Return the part of the way to the full learning rate: 0 at step 0, at most 1 before step `num_steps`."""
     return step / num_steps if kind == "linear" else math.log(step + 1) / math.log(num_steps)
-
-
-def linear_decay(num_warmup: int, num_total: int) -> Callable[[int], float]:
-    """Return a factor that falls in a line from 1 at the end of the warm-up to 0 at step `num_total`."""
-    return lambda step: max(0.0, (num_total - step) / max(1, num_total - num_warmup))
 
 
 def cosine_decay(num_warmup: int, num_total: int, min_ratio: float) -> Callable[[int], float]:

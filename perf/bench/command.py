@@ -8,7 +8,6 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -142,15 +141,9 @@ def check(plan: Plan) -> None:
         find_fio()
         if len(settings.paths) > 1:
             raise command_line.KnobError("path", "--compare-fio works on one path: fio does not stripe as we do")
-    for path, needed in space_needed(plan).items():
-        command_line.check_space(path, needed)
-
-
-def space_needed(plan: Plan) -> dict[Path, int]:
-    """Bytes on each path: the region, and fio's own file."""
-    settings = plan.settings
-    region = settings.size // len(settings.paths)
-    return dict.fromkeys(settings.paths, region + (settings.size if plan.quads else 0))
+    region, of_fio = settings.size // len(settings.paths), settings.size if plan.quads else 0
+    for path in settings.paths:
+        command_line.check_space(path, region + of_fio)
 
 
 def run_bench(plan: Plan) -> dict[str, Any]:
