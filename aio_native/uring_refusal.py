@@ -59,7 +59,7 @@ def cause_of(code: int, seccomp: int | None = None) -> tuple[str, str]:
             return cause, "look for io_uring in: sudo dmesg; sudo ausearch -m avc -ts recent"
         return (
             "a seccomp filter forbids io_uring, as Docker's default profile does",
-            "docker run --security-opt seccomp=unconfined ..., or a profile that allows io_uring_setup, "
+            "docker run --security-opt seccomp=unconfined, or a profile that allows io_uring_setup, "
             "io_uring_enter and io_uring_register (Kubernetes: seccompProfile.type Unconfined or Localhost)",
         )
     if code == errno.ENOSYS:

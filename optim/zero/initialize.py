@@ -3,10 +3,9 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ from nvme_offload.optim.state.choice import CANDIDATES, Candidate, chosen_before
 from nvme_offload.optim.zero import meshes
 from nvme_offload.optim.zero.block_checks import BlockChecks
 from nvme_offload.optim.zero.engine import OffloadEngine
-from nvme_offload.optim.zero.param_groups import NamedGroup, groups_of, log_groups
+from nvme_offload.optim.zero.param_groups import groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.sharding import shard_with_precision
 
@@ -110,7 +109,7 @@ def initialize(
     """
     given = _section(config, model, of_deepspeed)
     device_type = _device_type(model, mesh)
-    read = partial(_Making.read, model, given, mesh, blocks, weights, init, optimizer, param_groups)
+    read = partial(_Making, model, given, mesh, blocks, weights, init, optimizer, param_groups)
     # Nobody waits for a process alone, which is left without a process group then.
     making = read() if mesh is None and is_alone() and not meshes.is_launched() else None
     mesh = mesh if mesh is not None else meshes.default_mesh(device_type, given)
@@ -124,24 +123,11 @@ def initialize(
     return making.make(mesh, roles, plan, lr_scheduler)
 
 
-@dataclass
 class _Making:
     """An engine is made of these. Each method is a stage that ends alike on all ranks: where one fails, all do."""
 
-    model: nn.Module
-    config: OffloadConfig
-    blocks: Sequence[nn.Module]
-    layers: Sequence[nn.Module]
-    birth: Birth | None
-    make_optimizer: OptimizerFactory
-    rule: UpdateRule
-    groups: Sequence[NamedGroup]
-    device_type: str
-    chosen: Candidate | None = None
-
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         config: SectionLike,
         mesh: DeviceMesh | None,
@@ -150,18 +136,21 @@ class _Making:
         init: Callable[[nn.Module], object] | None,
         optimizer: OptimizerFactory | None,
         param_groups: Iterable[Mapping[str, Any]] | None,
-    ) -> Self:
+    ) -> None:
         """Look at what this rank was given; changes nothing."""
-        section, device_type = OffloadConfig.of(config), _device_type(model, mesh)
+        self.model = model
+        self.config = section = OffloadConfig.of(config)
+        self.device_type = _device_type(model, mesh)
         _check_parameters(model)
-        chosen = find_units(model) if blocks is None else match_blocks(model, blocks)
-        layers = find_blocks(model) if blocks is None else chosen  # without large ends: those are cheap to keep
-        check_own_parameters(model, chosen)
-        check_blocks(model, layers, section.activations)
-        birth = _birth_of(model, section, weights, init, on_device=is_device(device_type))
-        make_optimizer, rule = _optimizer_of(section, optimizer)
-        groups = groups_of(model, section.optimizer if optimizer is None else OptimizerConfig(), rule, param_groups)
-        return cls(model, section, chosen, layers, birth, make_optimizer, rule, groups, device_type)
+        self.blocks = find_units(model) if blocks is None else match_blocks(model, blocks)
+        self.layers = find_blocks(model) if blocks is None else self.blocks  # no large ends: those are cheap to keep
+        check_own_parameters(model, self.blocks)
+        check_blocks(model, self.layers, section.activations)
+        self.birth = _birth_of(model, section, weights, init, on_device=is_device(self.device_type))
+        self.make_optimizer, self.rule = _optimizer_of(section, optimizer)
+        given = section.optimizer if optimizer is None else OptimizerConfig()
+        self.groups = groups_of(model, given, self.rule, param_groups)
+        self.chosen: Candidate | None = None
 
     def choose_and_plan(self, roles: meshes.MeshRoles, groups: Sequence[ProcessGroup]) -> PrecisionPlan:
         """Choose what leaves memory, then look whether all of it goes together, on all ranks alike."""

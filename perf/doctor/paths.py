@@ -13,8 +13,7 @@ from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.units import GiB, format_bytes
 from nvme_offload.perf.doctor.findings import Finding, saw
 from nvme_offload.perf.doctor.trial import TrialSeen, try_folder
-from nvme_offload.perf.measure.drives import Drive, drive_of
-from nvme_offload.perf.measure.machine import mount_at
+from nvme_offload.perf.measure.machine import Drive, drive_of, mount_at
 
 VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what it likes about rotation
 _ON_NVME = "choose a path on an NVMe drive"

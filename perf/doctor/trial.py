@@ -1,8 +1,11 @@
 """A trial run in a folder: steps, a commit, a kill, a resume, an activation, a swap, and what the kernel did of it."""
 
+import fcntl
 import logging
 import os
 import signal
+import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -14,15 +17,20 @@ import torch
 from torch import nn
 
 from nvme_offload import ActivationSwapper, OffloadAdamW, TensorSwapper
+from nvme_offload.offload.host.disks import disk_of
 from nvme_offload.offload.host.page_cache import cached_pages
+from nvme_offload.offload.host.proc import mount_of, read
 from nvme_offload.offload.storage.swap_file import reported_alignment
 from nvme_offload.offload.units import KiB
-from nvme_offload.perf.doctor.kernel import blocks_of, bytes_at_drive
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send
 
 LIMIT = 300.0  # seconds after which a trial counts as failed
 _SHAPES = ((250_007,), (1000,))
 _COMMITTED, _WATCHED, _LAST = 2, 4, 6  # the steps before the kill, those before the kernel is looked at, and all
+_FIEMAP, _SYNC, _LAST_EXTENT = 0xC020660B, 0x1, 0x1  # linux/fiemap.h
+_HEAD, _EXTENT = struct.Struct("=QQLLLL"), struct.Struct("=QQQQQLLLL")
+_MOST_EXTENTS = 4096
+_UNIT = 1024  # the smallest block of the file systems that say it
 
 
 @dataclass(frozen=True)
@@ -201,3 +209,24 @@ def _move_tensor(site: TrialSite, engine: str) -> None:
 def _must_equal(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
     if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
         raise RuntimeError(f"{what}: other bits than in memory; this drive, its file system or the engine changes data")
+
+
+def blocks_of(fd: int) -> dict[int, int] | None:
+    """Return where on its drive an open file has each KiB, by offset; None where the file system does not say."""
+    answer = array("B", _HEAD.pack(0, 2**64 - 1, _SYNC, 0, _MOST_EXTENTS, 0) + bytes(_EXTENT.size * _MOST_EXTENTS))
+    try:
+        fcntl.ioctl(fd, _FIEMAP, answer)
+    except OSError:
+        return None
+    num_extents = _HEAD.unpack_from(answer)[3]
+    extents = [_EXTENT.unpack_from(answer, _HEAD.size + number * _EXTENT.size) for number in range(num_extents)]
+    if not extents or not extents[-1][5] & _LAST_EXTENT:
+        return None
+    return {offset + at: place + at for offset, place, size_bytes, *_ in extents for at in range(0, size_bytes, _UNIT)}
+
+
+def bytes_at_drive(fd: int) -> int | None:
+    """Return how many bytes the drive of an open file was written since it is there; None where none is known."""
+    disk = disk_of(os.fstat(fd).st_dev, mount_of(fd))
+    counts = (read(disk / "stat") or "").split() if disk else []
+    return int(counts[6]) * 512 if len(counts) > 6 else None

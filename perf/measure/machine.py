@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.devices.device import current_of, default_device_type, is_device
-from nvme_offload.offload.host.proc import PROC, Mount, mount_of, read, status_field
+from nvme_offload.offload.host.disks import disk_of, disks_below
+from nvme_offload.offload.host.proc import PROC, Mount, mount_of, read, read_int, status_field
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.measure.drives import drive_of
 
 
 def _status_bytes(name: str) -> int:
@@ -115,6 +116,47 @@ def storage(path: Path) -> dict[str, Any]:
         known = {name: value for name in names if (value := getattr(drive, name)) is not None}
         facts |= {"device": drive.name, **known}
     return facts
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A whole disk, or what combines several (LVM, RAID, dm-crypt)."""
+
+    name: str
+    model: str | None
+    members: tuple[str, ...]  # names of the disks below it, for a combination
+    rotational: bool | None
+    scheduler: str | None
+    nr_requests: int | None
+    max_sectors_kb: int | None
+
+
+def find_drive(device_number: int, mount: Mount | None) -> Drive | None:
+    """The drive of a file whose ``st_dev`` this is; None where no block device is known."""
+    if (directory := disk_of(device_number, mount)) is None:
+        return None
+    queue = directory / "queue"
+    scheduler, rotational = read(queue / "scheduler"), read_int(queue / "rotational")
+    active = re.search(r"\[(\S+)\]", scheduler) if scheduler else None
+    return Drive(
+        name=directory.name,
+        model=read(directory / "device/model"),
+        members=tuple(sorted(disk.name for disk in disks_below(directory) if disk != directory)),
+        rotational=None if rotational is None else bool(rotational),
+        scheduler=active[1] if active else scheduler,
+        nr_requests=read_int(queue / "nr_requests"),
+        max_sectors_kb=read_int(queue / "max_sectors_kb"),
+    )
+
+
+def drive_of(path: Path) -> Drive | None:
+    """The drive under a folder; None where no block device is known, or the folder is not there."""
+    try:
+        folder = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with folder as fd:
+        return find_drive(os.fstat(fd).st_dev, mount_of(fd))
 
 
 def mount_at(path: Path) -> Mount | None:

@@ -22,7 +22,7 @@ from nvme_offload.perf.doctor import command, engines, paths
 from nvme_offload.perf.doctor.command import doctor
 from nvme_offload.perf.doctor.findings import Group, Level, Report, print_report, saw
 from nvme_offload.perf.doctor.trial import TrialSeen
-from nvme_offload.perf.measure import drives
+from nvme_offload.perf.measure import machine
 from tests.support.forked import forked_children
 from tests.support.sandbox import IO_URING_CALLS, can_filter, needs_mounts, run_python
 
@@ -249,7 +249,7 @@ trial.trial(iter([site]), lambda kind, seen: print(json.dumps(asdict(seen))))
     def test_two_on_one_drive(self, tmp_path, monkeypatch):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
-        disk = drives.Drive("nvme0n1", None, (), False, "none", 1023, 1280)
+        disk = machine.Drive("nvme0n1", None, (), False, "none", 1023, 1280)
         monkeypatch.setattr(paths, "drive_of", lambda path: disk)
         finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
         assert finding["level"] == "note"
@@ -343,7 +343,7 @@ def sys_tree(tmp_path, monkeypatch):
             (target / "partition").write_text("1\n")
         (root / f"dev/block/{number}").symlink_to(target)
         major, minor = map(int, number.split(":"))
-        return drives.find_drive(os.makedev(major, minor), None)
+        return machine.find_drive(os.makedev(major, minor), None)
 
     return make
 
@@ -375,8 +375,8 @@ class TestDrives:
         (tmp_path / "sys/class/block").mkdir(parents=True)
         (tmp_path / "sys/class/block/nvme0n1").symlink_to(tmp_path / "sys/devices/nvme0n1")
         mount = system_files.Mount(1, "/", "/mnt", "btrfs", "/dev/no-such-folder/nvme0n1", ())
-        assert drives.find_drive(os.makedev(0, 42), mount).name == "nvme0n1"
-        assert drives.find_drive(os.makedev(0, 42), None) is None
+        assert machine.find_drive(os.makedev(0, 42), mount).name == "nvme0n1"
+        assert machine.find_drive(os.makedev(0, 42), None) is None
 
 
 @pytest.fixture
