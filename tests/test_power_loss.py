@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from nvme_offload.aio_native import EngineOptions, Op, Segment, open_engine
+from nvme_offload.aio_native.engine import EngineOptions, Op, Segment
+from nvme_offload.aio_native.registry import open_engine
 from tests.support.power_loss import History, RecordedEngine, Recording
 
 OLD, NEW = b"old" * 700, b"new" * 1000

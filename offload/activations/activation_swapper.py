@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload._torch_private import (
     ATTENTION,
     argument_of,

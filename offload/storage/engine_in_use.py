@@ -5,8 +5,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_offload import aio_native
-from nvme_offload.aio_native.registry import say_once
+from nvme_offload.aio_native import engine as engines
+from nvme_offload.aio_native.registry import OpenedEngine, open_engine, open_next_engine, say_once
 from nvme_offload.offload.errors import SwapIOError
 
 
@@ -16,10 +16,10 @@ class EngineInUse:
     The SwapIOError where the system refuses descriptors, memory or threads names `path`.
     """
 
-    def __init__(self, name: str, options: aio_native.EngineOptions, path: Path, fds: Sequence[int]) -> None:
+    def __init__(self, name: str, options: engines.EngineOptions, path: Path, fds: Sequence[int]) -> None:
         self.opened = [_open(name, options, path)]
         """The engines, each in place of the one before it; the last does the I/O."""
-        self.registration = aio_native.Registration()
+        self.registration = engines.Registration()
         self.no_other = "" if name == "auto" else "it was asked for by name"
         """Why no other engine may take the place of one that breaks."""
         self._regions: list[tuple[int, int]] = []
@@ -27,20 +27,20 @@ class EngineInUse:
         self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
 
     @property
-    def latest(self) -> aio_native.OpenedEngine:
+    def latest(self) -> OpenedEngine:
         """The engine that does the I/O, and why it and no other."""
         return self.opened[-1]
 
-    def register(self, regions: Sequence[tuple[int, int]]) -> aio_native.Registration:
+    def register(self, regions: Sequence[tuple[int, int]]) -> engines.Registration:
         """Register memory and the files, in place of what was registered before. Says once what was refused."""
         self._regions = list(regions)
         engine = self.latest.engine
-        self.registration = aio_native.Registration() if engine.breakdown else engine.register(regions, self._fds)
+        self.registration = engines.Registration() if engine.breakdown else engine.register(regions, self._fds)
         for refusal in self.registration.refusals:
             say_once(refusal)
         return self.registration
 
-    def replace(self, broken: aio_native.Engine) -> bool:
+    def replace(self, broken: engines.Engine) -> bool:
         """See that another engine is in use than one that broke; False where there is none, and `no_other` says why."""
         with self._lock:
             breakdown = broken.breakdown
@@ -51,8 +51,8 @@ class EngineInUse:
                 return False
             if self.latest.engine is broken:
                 try:
-                    self.opened.append(aio_native.open_next_engine(broken))
-                except (aio_native.EngineUnavailable, OSError) as error:
+                    self.opened.append(open_next_engine(broken))
+                except (engines.EngineUnavailable, OSError) as error:
                     self.no_other = str(error)
                     return False
                 self.register(self._regions)
@@ -63,11 +63,11 @@ class EngineInUse:
         for opened in self.opened:
             opened.engine.drain()
 
-    def stats(self) -> aio_native.EngineStats:
+    def stats(self) -> engines.EngineStats:
         """Add up the counters of all engines there were."""
         stats = [opened.engine.stats() for opened in self.opened]
-        names = aio_native.EngineStats.__dataclass_fields__
-        return aio_native.EngineStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
+        names = engines.EngineStats.__dataclass_fields__
+        return engines.EngineStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
 
     def close(self) -> None:
         """Wait for what is under way and close every engine. Idempotent."""
@@ -75,10 +75,10 @@ class EngineInUse:
             opened.engine.close()
 
 
-def _open(name: str, options: aio_native.EngineOptions, path: Path) -> aio_native.OpenedEngine:
+def _open(name: str, options: engines.EngineOptions, path: Path) -> OpenedEngine:
     """`open_engine`; what the system refuses (descriptors, memory, threads) is said with its remedy."""
     try:
-        return aio_native.open_engine(name, options)
+        return open_engine(name, options)
     except SwapIOError:
         raise
     except OSError as error:

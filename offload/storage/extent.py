@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from nvme_offload.aio_native import Segment
+from nvme_offload.aio_native.engine import Segment
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from nvme_offload.aio_native import Failure, Segment
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.aio_native.engine import Failure, Segment
 from nvme_offload.offload.errors import SwapIOError, WeightFileError
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.storage import drive

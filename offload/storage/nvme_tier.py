@@ -10,19 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.aio_native import (
+from nvme_offload.aio_native.engine import (
     Engine,
     EngineOptions,
     EngineStats,
     Failure,
-    FaultSpec,
     Op,
-    OpenedEngine,
     Operation,
     Registration,
     Segment,
 )
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.aio_native.finalizing import finalize
+from nvme_offload.aio_native.registry import OpenedEngine
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer

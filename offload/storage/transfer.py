@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
-from nvme_offload.aio_native import Failure, Operation
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.engine import Failure, Operation
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, copy_alone, is_device, queued
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.staging.slot import Residency, Staging

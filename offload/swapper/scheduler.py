@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nvme_offload.aio_native import FaultSpec, Op
+from nvme_offload.aio_native.engine import Op
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import BufferPool

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nvme_offload.aio_native import EngineStats, FaultSpec, Op
+from nvme_offload.aio_native.engine import EngineStats, Op
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.devices.device import HOST, Event, default_device_type, is_device, is_host, new_host_tensor

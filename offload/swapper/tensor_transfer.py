@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from nvme_offload.aio_native import Failure, Op, Segment
+from nvme_offload.aio_native.engine import Failure, Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
 from nvme_offload.offload.storage.transfer import Transfer
 

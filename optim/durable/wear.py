@@ -3,7 +3,7 @@
 import time
 from typing import Any, NamedTuple
 
-from nvme_offload.aio_native import EngineStats
+from nvme_offload.aio_native.engine import EngineStats
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.section import OffloadOptimizerConfig
 from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvme_offload.aio_native import EngineStats
+from nvme_offload.aio_native.engine import EngineStats
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_device

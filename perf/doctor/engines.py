@@ -6,7 +6,8 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nvme_offload.aio_native import ENGINES, EngineOptions, EngineUnavailable, open_engine
+from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable
+from nvme_offload.aio_native.registry import ENGINES, open_engine
 from nvme_offload.aio_native.uring_refusal import cause_of, first_numbers, io_uring_disabled, probe_errno
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import status_field

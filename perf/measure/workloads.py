@@ -11,15 +11,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from nvme_offload.aio_native import (
-    EngineOptions,
-    EngineStats,
-    EngineUnavailable,
-    Op,
-    OpenedEngine,
-    Operation,
-    open_engine,
-)
+from nvme_offload.aio_native.engine import EngineOptions, EngineStats, EngineUnavailable, Op, Operation
+from nvme_offload.aio_native.registry import OpenedEngine, open_engine
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.swap_space import SwapSpace

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.extent import Extent

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nvme_offload.aio_native import Op, Segment
 from nvme_offload.aio_native.bell import Bell
+from nvme_offload.aio_native.engine import Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
 from tests.support.interrupts import Struck, every, raise_struck
 

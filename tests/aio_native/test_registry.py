@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.aio_native import ENGINES
 from nvme_offload.aio_native.python_engine import PythonEngine
-from nvme_offload.aio_native.registry import REGISTRY, open_engine
+from nvme_offload.aio_native.registry import ENGINES, REGISTRY, open_engine
 from nvme_offload.perf.cli import load
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from scripts.configuration_page import json_schema

@@ -12,7 +12,7 @@ import torch
 
 import nvme_offload.optim.state.store
 from nvme_offload import StateError, SwapIOError
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.optim.state.pipeline import StepPipeline
 from tests.support.interrupts import sigint_at_update
 from tests.support.pairs import each_value_once

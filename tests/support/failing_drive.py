@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from nvme_offload.aio_native import Op as Op
 from nvme_offload.aio_native.descriptor import Descriptor
+from nvme_offload.aio_native.engine import Op as Op
 from nvme_offload.aio_native.injection import FaultInjector
 from nvme_offload.offload.storage import drive, swap_space
 from nvme_offload.offload.storage.extent import Extent

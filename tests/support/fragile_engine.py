@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from nvme_offload.aio_native import Op, registry
+from nvme_offload.aio_native import registry
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.null import NullThread
 from nvme_offload.aio_native.python_engine import PythonEngine
 from nvme_offload.aio_native.registry import EngineEntry

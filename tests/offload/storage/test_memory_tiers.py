@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.staging.block_cache import BlockCache
 from nvme_offload.offload.storage.memory_tier import DeviceTier, HostTier

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from nvme_offload import OutOfSpaceError, SwapIOError, WeightFileError
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.directory import DurableDirectory
 from nvme_offload.offload.host.buffer_pool import BufferPool

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvme_offload import SwapIOError, Transfer
-from nvme_offload.aio_native import Op, Segment
+from nvme_offload.aio_native.engine import Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
 from tests.support.own_resources import Resources
 

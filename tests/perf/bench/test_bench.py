@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nvme_offload import ConfigError, EngineUnavailable
-from nvme_offload.aio_native import EngineOptions
+from nvme_offload.aio_native.engine import EngineOptions
 from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.units import MiB
 from nvme_offload.perf.bench import command as bench

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from typer.testing import CliRunner
 
 from nvme_offload import ConfigError, OffloadConfig, initialize
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import GiB
 from nvme_offload.optim.step.hiding import schedule_in

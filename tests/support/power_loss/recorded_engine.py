@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from nvme_offload.aio_native import Engine, Op, Operation, Segment
+from nvme_offload.aio_native.engine import Engine, Op, Operation, Segment
 from tests.support.power_loss.events import Completed, Wrote
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload import OffloadConfig, Transfer
-from nvme_offload.aio_native import Op
+from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
