@@ -146,16 +146,20 @@ def late() -> Iterator[Any]:
         yield device
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process without a launcher, and without a process group afterwards."""
-    import torch.distributed as dist  # not before OMP_WAIT_POLICY is set
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """An optimizer that is made in a process group waits until its model is sharded: it is the next test's, too."""
+    yield
+    dist = sys.modules.get("torch.distributed")  # not imported before OMP_WAIT_POLICY is set
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -229,7 +229,7 @@ def test_code_blocks_run(page, drives):
 
 
 SLOW = pytest.mark.slow
-IMPORTS_TRANSFORMERS = ("README.md", "docs/configuration.md", "docs/hugging_face.md")
+IMPORTS_TRANSFORMERS = ("docs/configuration.md", "docs/hugging_face.md")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ block makes are in `names` when it goes on.
 import itertools
 import json
 import os
-import re
 from importlib import import_module
 from pathlib import Path
 
@@ -31,19 +30,6 @@ def write_section(drive, **more):
     section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(drive)}}, **more}
     Path("offload.json").write_text(json.dumps(section), encoding="utf-8")
     return section
-
-
-def readme(names, drive):
-    yield {}
-    names["optimizer"].close()
-    [said] = re.findall(r'^`(\{"zero_optimization": .*\})`$', (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
-    Path("offload.json").write_text(said.replace("/mnt/nvme0", str(drive)), encoding="utf-8")
-    yield {"model": small(), "data": torch.randn(2, 4, 8)}
-    names["engine"].close()
-    dist.destroy_process_group()
-    yield {}
-    write_section(drive)
-    yield trainers(names)
 
 
 def trainers(names):
@@ -139,7 +125,7 @@ def hugging_face(names, drive):
 
 
 PAGES = {
-    "README.md": readme, "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
+    "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
     "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding,
 }  # fmt: skip
 ELSEWHERE = {
