@@ -1,7 +1,7 @@
 """The README's comparison, from a saved result: `python -m scripts.readme_comparison [RESULT.json]`.
 
-Without a file it takes the newest of perf/results. The table goes between its marks in the README, the picture to
-docs/pictures/comparison.png, with the name of the result in its metadata.
+Without a file it takes the newest of perf/results. The table goes between its marks in the README, the picture, which
+its first screen shows, to docs/pictures/comparison.png, with the name of the result in its metadata.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ def block(result: Result, name: str) -> str:
     ]
     return "\n".join(
         [
-            f"![Seconds of an iteration and peak memory of each]({PICTURE.relative_to(ROOT).as_posix()})",
-            "",
             *table([found.shown for found in result.found]),
             "",
             *textwrap.wrap(" ".join(said), WIDTH, break_long_words=False, break_on_hyphens=False),

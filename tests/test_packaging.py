@@ -165,7 +165,7 @@ def workplace(tmp_path):
 
 def first_example():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    code = re.search(r"^```python runnable\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     assert "OffloadAdamW(" in code
     return code.replace("/mnt/nvme0", "drive")
 
