@@ -29,8 +29,8 @@ from nvme_offload.offload._torch_private import (
 )
 from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
 from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
-from nvme_offload.offload.activations.kept import Handle, InPlace, KeptTensor
-from nvme_offload.offload.activations.store import ActivationStats, ActivationStore
+from nvme_offload.offload.activations.kept import ActivationStats, Handle, InPlace, KeptTensor
+from nvme_offload.offload.activations.store import ActivationStore
 from nvme_offload.offload.config.section import (
     OffloadConfig,
     OffloadOptimizerConfig,

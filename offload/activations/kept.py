@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -39,14 +40,56 @@ _MAY_FOLLOW = {
 }
 
 
+@dataclass(kw_only=True)
+class ActivationStats:
+    """Figures of what was saved for backward, and where it went; bytes of whole storages, each counted once."""
+
+    host_budget: int
+    """Bytes of memory that saved tensors may take."""
+    num_kept: int = 0
+    """Storages that somebody has a handle of."""
+    held_bytes: int = 0
+    """Their bytes in memory, on their way out of it or into it."""
+    peak_held_bytes: int = 0
+    """The most that `held_bytes` was."""
+    num_saved: int = 0
+    saved_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    num_reads_foreseen: int = 0
+    """Reads that had begun before somebody asked for the tensor."""
+    seconds_waiting_write: float = 0.0
+    """Time for which a forward waited until memory was copied to staging buffers."""
+    seconds_waiting_read: float = 0.0
+    """Time for which a backward waited for reads."""
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Time for which forwards and backwards waited."""
+        return self.seconds_waiting_write + self.seconds_waiting_read
+
+    def add(self, **amounts: float) -> None:
+        """Add to figures, by name. For the store only."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+
 class SavedRecord:
     """One storage in one version: the store's knowledge of it.
 
-    Whatever thread lets the last handle go calls `on_death`, with anything.
+    Whatever thread lets the last handle go calls `on_death`, with a reference whose key is the number. Its bytes in
+    memory are counted.
     """
 
     def __init__(
-        self, number: int, storage: torch.UntypedStorage, version: int, on_death: Callable[[object], object]
+        self,
+        number: int,
+        storage: torch.UntypedStorage,
+        version: int,
+        stats: ActivationStats,
+        on_death: Callable[[weakref.KeyedRef[int, Holder]], object],
     ) -> None:
         self.number = number
         self.size_bytes = storage.nbytes()
@@ -55,11 +98,15 @@ class SavedRecord:
         """Equal for one storage, and for no other one while this object lives."""
         self.residency = ActivationResidency.MEMORY
         self.transfer: TensorTransfer[Any] | None = None
-        """The latest one, under way or over; None: nothing is on the drive under its name."""
+        """The latest one, under way or over; None: there was none, or nobody has heard of it, when it is LEAVING."""
+        self.was_sent = False
+        """Whether anything may be on the drive under its name."""
         self.landed: Event | None = None
         """Comes behind the copy of a device's bytes to memory; None where they were in host memory from the first."""
+        self._stats = stats
+        self._counted = 0
         self._on_death = on_death
-        self._holder: weakref.ref[Holder] | None = None
+        self._holder: weakref.KeyedRef[int, Holder] | None = None
 
     @property
     def name(self) -> str:
@@ -84,7 +131,7 @@ class SavedRecord:
         """Give the first handle what it needs: once. `near` is what is copied to the memory from a device."""
         self.landed = near.mark if near is not None else None
         holder = Holder(self, memory, near)
-        self._holder = weakref.ref(holder, self._on_death)
+        self._holder = weakref.KeyedRef(holder, self._on_death, self.number)
         return holder
 
     def become(
@@ -95,9 +142,28 @@ class SavedRecord:
         The memory is None on the tier and on the way from it. A transfer may begin with the residency.
         """
         check_may_follow(self.name, _MAY_FOLLOW, self.residency, residency)
-        self.residency, self.transfer = residency, transfer or self.transfer
+        self.count(residency is not ActivationResidency.TIER)
+        self.was_sent = True
+        leaving = residency is ActivationResidency.LEAVING
+        self.residency, self.transfer = residency, None if leaving else transfer or self.transfer
         if (holder := self.holder) is not None:
             holder.hold(memory)
+
+    def note_write(self, transfer: TensorTransfer[Any]) -> None:
+        """Note what writes it."""
+        self.transfer = transfer
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is being copied to staging buffers, and nothing has cut short what began that."""
+        return self.residency is ActivationResidency.LEAVING and self.transfer is not None
+
+    def count(self, has_memory: bool) -> None:
+        """Have its bytes counted, or not. What an exception cuts short another call makes good."""
+        size_bytes, stats = self.size_bytes if has_memory else 0, self._stats
+        # No call in between: a signal handler sees both or neither.
+        stats.held_bytes += size_bytes - self._counted
+        self._counted = size_bytes
 
 
 class Holder:

@@ -6,18 +6,20 @@ what was saved less the budget. Four rules hold:
 1. A storage is kept as long as somebody has a handle of it. The store has weak references: where a graph dies, with or
    without a backward, its memory is free at once, and its space on the drive with the next call.
 2. No memory is let go before its bytes are in staging buffers, and none of a write that failed before.
-3. One lock guards all of it. Nobody waits for a transfer while holding it; threads of the swapper take it when they
-   hold no other.
+3. One lock guards all of it. Nobody waits while holding it; threads of the swapper take it when they hold no other.
 4. A finalizer, which may run anywhere, takes no lock: it leaves word.
+5. An exception may come between any two instructions of a caller. Intent is written down first, and what was cut short
+   is made good by the next call (`_tidy`). So a list may have too much, which whoever goes through it passes over.
 """
 
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,14 @@ import torch
 
 from nvme_offload.offload._torch_private import storage_identity, version_of
 from nvme_offload.offload.activations.device_copies import DeviceCopies
-from nvme_offload.offload.activations.kept import ActivationResidency, Holder, KeptTensor, SavedRecord, bytes_of
+from nvme_offload.offload.activations.kept import (
+    ActivationResidency,
+    ActivationStats,
+    Holder,
+    KeptTensor,
+    SavedRecord,
+    bytes_of,
+)
 from nvme_offload.offload.activations.targets import TargetPool
 from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
@@ -40,42 +49,6 @@ _EARLY_SHARE, _MAX_EARLY_BYTES = 1 / 64, 16 * MiB
 _MAX_IDLE_BYTES = 64 * MiB
 _ANNOUNCED = float("inf")
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a change and the word of it
-
-
-@dataclass(kw_only=True)
-class ActivationStats:
-    """Figures of what was saved for backward, and where it went; bytes of whole storages, each counted once."""
-
-    host_budget: int
-    """Bytes of memory that saved tensors may take."""
-    num_kept: int = 0
-    """Storages that somebody has a handle of."""
-    held_bytes: int = 0
-    """Their bytes in memory, on their way out of it or into it."""
-    peak_held_bytes: int = 0
-    """The most that `held_bytes` was."""
-    num_saved: int = 0
-    saved_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    num_reads: int = 0
-    num_reads_foreseen: int = 0
-    """Reads that had begun before somebody asked for the tensor."""
-    seconds_waiting_write: float = 0.0
-    """Time for which a forward waited until memory was copied to staging buffers."""
-    seconds_waiting_read: float = 0.0
-    """Time for which a backward waited for reads."""
-
-    @property
-    def seconds_waiting(self) -> float:
-        """Time for which forwards and backwards waited."""
-        return self.seconds_waiting_write + self.seconds_waiting_read
-
-    def add(self, **amounts: float) -> None:
-        """Add to figures, by name. For the store only."""
-        for name, amount in amounts.items():
-            setattr(self, name, getattr(self, name) + amount)
-        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
 
 class ReadOrder:
@@ -94,9 +67,9 @@ class ReadOrder:
 
     def follow(self, number: int, known: Iterable[int]) -> None:
         """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept."""
-        if self._latest == _ANNOUNCED:
+        if self._latest == _ANNOUNCED and self._numbers:
             return
-        if number > self._latest:  # another backward
+        if self._latest == _ANNOUNCED or number > self._latest:  # another backward
             self._numbers = [other for other in known if other < number]
             self._skipped.clear()
         self._latest = number
@@ -120,19 +93,20 @@ class ReadOrder:
     def drop_next(self) -> None:
         """Go on to the one behind it."""
         self._numbers.pop()
-        if not self._numbers and self._latest == _ANNOUNCED:
-            self._latest = -1
 
 
 class DeviceSide:
-    """The device whose tensors leave, from the first one on, and host memory that is copied and read into."""
+    """The device whose tensors leave, from the first one on, and host memory that is copied and read into.
+
+    What is read from the drive next, and what is brought to the device, is known here, too.
+    """
 
     def __init__(self, host_budget: int, locks: PageLocks) -> None:
         self._host_budget = host_budget
         self._locks = locks
         self.memory = TargetPool(min(_MAX_IDLE_BYTES, host_budget))
         self.copies: DeviceCopies | None = None
-        self.order = ReadOrder()
+        self.reads, self.order = ReadOrder(), ReadOrder()
 
     def of(self, device: torch.device) -> DeviceCopies:
         """Return the copies of the device that this process uses; from the first on, memory is page-locked."""
@@ -159,18 +133,19 @@ class ActivationStore:
     def __init__(self, swapper: TensorSwapper | None, host_budget: int, locks: PageLocks) -> None:
         self._swapper = swapper
         self._device = DeviceSide(host_budget, locks)
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # re-entrant: a signal handler may use what it interrupted
+        self._ended = threading.Lock()
+        """Released when a copy or a write has ended; whoever waits for that takes it."""
         self._records: dict[int, SavedRecord] = {}
         self._by_storage: dict[Hashable, int] = {}
         self._queue: OrderedDict[int, None] = OrderedDict()
-        """Numbers of those whose memory may be let go, the next one first."""
-        self._leaving: dict[int, int] = {}
-        """Bytes of each one that is being copied to staging buffers."""
+        """Numbers of those whose memory may be let go, the next one first, and perhaps others."""
+        self._leaving: dict[int, SavedRecord] = {}
+        """Records that are being copied to staging buffers, by number, and perhaps others."""
         self._refusal: Exception | None = None
         """The failure of the latest write; None if it did not fail."""
-        self._gone: deque[int] = deque()
-        """Numbers of those that nobody has any more."""
-        self._order = ReadOrder()
+        self._gone: deque[weakref.KeyedRef[int, Holder]] = deque()
+        """References of records that nobody has any more. C adds them: no handler comes before that."""
         self._since = 0
         self._stats = ActivationStats(host_budget=host_budget)
 
@@ -186,8 +161,8 @@ class ActivationStore:
         Raises SwapIOError where the drive has none. Nothing is lost.
         """
         version = version_of(tensor)
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             record = self._records.get(self._by_storage.get(storage_identity(tensor.untyped_storage()), -1))
             holder = record.holder if record is not None and record.is_of(version, self._since) else None
             if holder is None:
@@ -195,8 +170,11 @@ class ActivationStore:
                 if self._swapper is None and self._stats.held_bytes + size_bytes > self._stats.host_budget:
                     return None
                 holder = self._add(tensor, version)
-            handle = KeptTensor(holder, self.fetch, tensor)
-            self._make_room()
+            handle, before = KeptTensor(holder, self.fetch, tensor), self._refusal
+            self._send_off()
+            has_room = self._stats.held_bytes <= self._stats.host_budget
+        if not has_room:
+            self._make_room(before)
         return handle
 
     def begin(self) -> None:
@@ -204,8 +182,8 @@ class ActivationStore:
 
         NumPy, ``.data`` and loaders with buffers of their own change memory, and no version tells of it.
         """
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             self._since = self._stats.num_saved
 
     def moves_from(self, device: torch.device) -> bool:
@@ -216,8 +194,9 @@ class ActivationStore:
         return is_device(device) and (copies is None or copies.device == device)
 
     def _add(self, tensor: torch.Tensor, version: int) -> Holder:
-        number, gone = self._stats.num_saved, self._gone
-        record = SavedRecord(number, tensor.untyped_storage(), version, lambda _: gone.append(number))
+        self._stats.add(num_saved=1, saved_bytes=tensor.untyped_storage().nbytes())
+        number = self._stats.num_saved - 1
+        record = SavedRecord(number, tensor.untyped_storage(), version, self._stats, self._gone.append)
         memory = bytes_of(tensor)
         if is_host(tensor.device):
             holder = record.hold(memory)
@@ -227,35 +206,36 @@ class ActivationStore:
         self._records[number] = record
         self._by_storage[record.key] = number
         self._queue[number] = None
-        self._stats.add(num_saved=1, saved_bytes=record.size_bytes, held_bytes=record.size_bytes)
+        record.count(has_memory=True)
+        self._stats.add()
         return holder
 
     def announce(self, handles: Iterable[object]) -> None:
         """Say in which order tensors will be taken next, and begin to read. Without it that is newest first."""
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             numbers = [handle.number for handle in handles if isinstance(handle, KeptTensor)]
-            self._order.announce(numbers)
-            self._device.order.announce(numbers)
+            for order in (self._device.reads, self._device.order):
+                order.announce(numbers)
             self._read_ahead()
 
     def fetch(self, holder: Holder) -> torch.Tensor:
         """Return the bytes of a storage, 1D uint8, where they were saved; those that are wanted next set out."""
         if holder.record.landed is None:
             return self._fetch(holder)
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             if (copies := self._device.copies) is None:
                 raise ClosedError("ActivationSwapper")
             if copies.has(holder):
-                self._order.follow(holder.record.number, self._records)
+                self._device.reads.follow(holder.record.number, self._records)
                 self._read_ahead()
                 return self._take_there(copies, holder, None)
             last = copies.to_wait_for()
         if last is not None:
             last.synchronize()
         memory = self._fetch(holder)
-        with self._changed:
+        with self._lock:
             return self._take_there(copies, holder, memory)
 
     def _take_there(self, copies: DeviceCopies, holder: Holder, memory: torch.Tensor | None) -> torch.Tensor:
@@ -267,14 +247,14 @@ class ActivationStore:
     def _fetch(self, holder: Holder) -> torch.Tensor:
         """Return the bytes of a storage in host memory."""
         record = holder.record
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             if record.residency is ActivationResidency.TIER:
                 self._send_off(record.size_bytes)  # and wait for nothing: this comes first
                 self._read_now(record)
             elif record.residency is ActivationResidency.COMING:
                 self._stats.add(num_reads_foreseen=1)
-            self._order.follow(record.number, self._records)
+            self._device.reads.follow(record.number, self._records)
             self._read_ahead()
             if holder.memory is not None:
                 return holder.memory
@@ -283,28 +263,28 @@ class ActivationStore:
         start = time.perf_counter()
         memory, failure = _outcome(transfer)
         if failure is not None:
-            with self._changed:
+            with self._lock:
                 if record.transfer is transfer and record.residency is ActivationResidency.COMING:
-                    self._let_go(record)
+                    record.become(ActivationResidency.TIER, None)
             try:
                 raise failure
             finally:
                 del failure  # it would keep this frame, and this frame it
         assert memory is not None
-        with self._changed:
+        with self._lock:
             self._stats.add(seconds_waiting_read=time.perf_counter() - start)
             self._arrive(record, memory)
         return memory
 
     def _arrive(self, record: SavedRecord, memory: torch.Tensor) -> None:
         if record.residency is ActivationResidency.COMING:
+            self._queue[record.number] = None  # first: see the rules above
             record.become(ActivationResidency.BOTH, memory)
-            self._queue[record.number] = None
 
     def stats(self) -> ActivationStats:
         """Return what was kept and moved so far."""
-        with self._changed:
-            self._bury()
+        with self._lock:
+            self._tidy()
             return replace(self._stats, num_kept=len(self._records))
 
     def close(self) -> None:
@@ -313,46 +293,78 @@ class ActivationStore:
         if self._swapper is not None:
             self._swapper.close()
 
+    def _tidy(self) -> None:
+        """Make good what an exception cut short, and forget those that nobody has any more."""
+        for record in self._leaving.values():
+            if record.residency is ActivationResidency.LEAVING and not record.leaves:  # nobody will hear of its end
+                self._delete(record)
+                self._come_back(record)
+        self._bury()
+
     def _bury(self) -> None:
         """Forget those that nobody has any more, and give their space back."""
-        for number in [self._gone.popleft() for _ in range(len(self._gone))]:
+        for _ in range(len(self._gone)):
+            number = self._gone[0].key
             if (copies := self._device.copies) is not None:
                 copies.forget([number])
                 if copies.copies(number):
-                    self._gone.append(number)  # its memory is taken until the copy has ended
+                    self._gone.rotate(-1)  # its memory is taken until the copy has ended
                     continue
-            record = self._records.pop(number)
-            self._queue.pop(number, None)
-            if self._by_storage.get(record.key) == number:
-                del self._by_storage[record.key]
-            if record.residency is not ActivationResidency.TIER:
-                self._stats.add(held_bytes=-record.size_bytes)
-            if record.transfer is not None and self._swapper is not None:
-                with suppress(ClosedError):
-                    self._swapper.delete(record.name)
+            if (record := self._records.get(number)) is not None:
+                for listed in (self._queue, self._leaving):
+                    listed.pop(number, None)
+                if self._by_storage.get(record.key) == number:
+                    del self._by_storage[record.key]
+                self._delete(record)
+                record.count(has_memory=False)
+                del self._records[number]
+            self._gone.popleft()
 
-    def _let_go(self, record: SavedRecord) -> None:
-        record.become(ActivationResidency.TIER, None)
-        self._stats.add(held_bytes=-record.size_bytes)
+    def _delete(self, record: SavedRecord) -> None:
+        if self._swapper is not None and record.was_sent:
+            with suppress(ClosedError, KeyError):
+                self._swapper.delete(record.name)
+
+    def _come_back(self, record: SavedRecord) -> None:
+        """Keep one in memory that could not leave; it is the next to leave."""
+        if (holder := record.holder) is not None:
+            self._queue[record.number] = None
+            self._queue.move_to_end(record.number, last=False)
+            record.become(ActivationResidency.MEMORY, holder.memory)
 
     # Out of memory
 
-    def _make_room(self) -> None:
+    def _make_room(self, before: Exception | None) -> None:
         """Wait until what is held is within the budget; raise what kept the rest from being written.
 
-        What failed before is no reason: until a write fails now, the next one is tried when a copy has ended.
+        What failed `before` is no reason: until a write fails now, the next one is tried when a copy has ended.
         """
-        before = self._refusal
-        self._send_off()
         start = time.perf_counter()
-        while self._stats.held_bytes > self._stats.host_budget and self._leaving:
-            self._changed.wait(_LOOK_AGAIN_SECONDS)
+        while not self._has_room(before):
+            self._ended.acquire(timeout=_LOOK_AGAIN_SECONDS)
+        self._wake()  # others who wait
+        with self._lock:
+            self._stats.add(seconds_waiting_write=time.perf_counter() - start)
+            refusal = self._refusal if self._refusal is not before else None
+            if refusal is not None and self._stats.held_bytes > self._stats.host_budget:
+                raise self._no_room(refusal)
+
+    def _has_room(self, before: Exception | None) -> bool:
+        """Have what must leave do so; returns whether it has, or cannot."""
+        with self._lock:
             if self._refusal is None or self._refusal is before:
                 self._send_off()
-        self._stats.add(seconds_waiting_write=time.perf_counter() - start)
-        refusal = self._refusal if self._refusal is not before else None
-        if refusal is not None and self._stats.held_bytes > self._stats.host_budget:
-            raise self._no_room(refusal)
+            return self._stats.held_bytes <= self._stats.host_budget or not self._leaving_bytes()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # nobody has taken it since it was released before
+            self._ended.release()
+
+    def _leaving_bytes(self) -> int:
+        """Bytes of all that are being copied to staging buffers."""
+        leaving = {n: its for n, its in self._leaving.items() if its.residency is ActivationResidency.LEAVING}
+        self._leaving = leaving
+        return sum(record.size_bytes for record in leaving.values())
 
     def _no_room(self, refusal: Exception) -> Exception:
         said = _anew(refusal)
@@ -371,77 +383,85 @@ class ActivationStore:
             return
         budget = self._stats.host_budget
         early = 0 if wanted or self._refusal is not None else min(budget * _EARLY_SHARE, _MAX_EARLY_BYTES)
-        while self._queue and self._stats.held_bytes + wanted - sum(self._leaving.values()) > budget - early:
+        while self._queue and self._stats.held_bytes + wanted - self._leaving_bytes() > budget - early:
             if self._refusal is not None and self._leaving:
                 return
-            number, _ = self._queue.popitem(last=False)
-            record = self._records[number]
-            if record.residency is ActivationResidency.BOTH:
-                self._let_go(record)
-            elif (holder := record.holder) is not None and holder.memory is not None:
-                self._write(record, holder.memory)
+            number = next(iter(self._queue))
+            record = self._records.get(number)
+            holder = record.holder if record is not None else None
+            if record is not None and holder is not None and holder.memory is not None:
+                if record.residency is ActivationResidency.BOTH:
+                    record.become(ActivationResidency.TIER, None)
+                elif record.residency is ActivationResidency.MEMORY:
+                    self._write(record, holder.memory)
+                    continue  # it may be back already
+            self._queue.pop(number, None)
 
     def _write(self, record: SavedRecord, memory: torch.Tensor) -> None:
         assert self._swapper is not None
-        number, on_copied = record.number, partial(self._end_copy, record.number)
-        transfer = self._swapper.swap_out(record.name, memory, after=record.landed, on_copied=on_copied)
-        record.become(ActivationResidency.LEAVING, memory, transfer)
-        self._leaving[number] = record.size_bytes
-        transfer.on_done(partial(self._end_write, number, transfer))
+        self._leaving[record.number] = record
+        record.become(ActivationResidency.LEAVING, memory)
+        self._queue.pop(record.number, None)
+        transfer = self._swapper.swap_out(
+            record.name,
+            memory,
+            after=record.landed,
+            on_copied=partial(self._end_copy, record.number),
+            on_end=partial(self._end_write, record.number),
+        )
+        record.note_write(transfer)
         self._stats.add(written_bytes=record.size_bytes)
 
     def _end_copy(self, number: int) -> None:
-        with self._changed:
+        with self._lock:
             self._bury()
-            if self._leaving.pop(number, None) is not None and number in self._records:
-                self._let_go(self._records[number])
-                if self._order.was_skipped(number):
+            if (record := self._leaving.get(number)) is not None and record.leaves:
+                record.become(ActivationResidency.TIER, None)
+                if self._device.reads.was_skipped(number):
                     with suppress(StateError):
-                        self._read(self._records[number])
-            self._changed.notify_all()
+                        self._read(record)
+            self._wake()
 
-    def _end_write(self, number: int, transfer: TensorTransfer[None]) -> None:
-        _, refusal = _outcome(transfer)  # the swapper has logged it
-        with self._changed:
+    def _end_write(self, number: int, error: Exception | None) -> None:
+        refusal = _anew(error) if error is not None else None  # the swapper has logged it
+        with self._lock:
             self._bury()
             record = self._records.get(number)
             if refusal is None or record is not None:  # what nobody wants any more may fail
                 self._refusal = refusal
-            if self._leaving.pop(number, None) is not None and record is not None and record.holder is not None:
-                record.become(ActivationResidency.MEMORY, record.holder.memory)
-                self._queue[number] = None
-                self._queue.move_to_end(number, last=False)
-            self._changed.notify_all()
+            if record is not None and record.leaves:
+                self._come_back(record)
+            self._wake()
 
     # Into memory
 
     def _read_ahead(self) -> None:
         """Begin to read what is wanted next, as far as the budget has room."""
-        while (number := self._order.next) is not None:
+        while (number := self._device.reads.next) is not None:
             record = self._records.get(number)
             if record is not None and record.residency is ActivationResidency.LEAVING:
-                self._order.skip_next()  # it has not left yet, and is read when it has
+                self._device.reads.skip_next()  # it has not left yet, and is read when it has
                 continue
             if record is not None and record.residency is ActivationResidency.TIER:
                 if self._stats.held_bytes + record.size_bytes > self._stats.host_budget:
                     return
                 with suppress(StateError):  # its write has failed: whoever takes it is told
                     self._read(record)
-            self._order.drop_next()
+            self._device.reads.drop_next()
 
     def _read_now(self, record: SavedRecord) -> None:
         written = record.transfer
         with suppress(StateError):  # nothing is stored, because the write has failed
             self._read(record)
             return
-        assert written is not None
+        assert written is not None  # else it has not left memory
         raise _outcome(written)[1] or AssertionError
 
     def _read(self, record: SavedRecord) -> None:
         assert self._swapper is not None
         transfer = self._swapper.swap_in(record.name, self._device.memory.take(record.size_bytes))
         record.become(ActivationResidency.COMING, None, transfer)
-        self._stats.add(held_bytes=record.size_bytes, num_reads=1, read_bytes=record.size_bytes)
+        self._stats.add(num_reads=1, read_bytes=record.size_bytes)
 
     # Between memory and a device
 

@@ -30,6 +30,9 @@ class TargetPool:
         try:
             region = self._free[round_up(size_bytes, mmap.PAGESIZE)].popleft()
         except IndexError:
+            for gone, _ in list(self._lent.values()):
+                if gone() is None:  # an exception took the word of it
+                    self._take_back(gone)
             if self.free_bytes + size_bytes > self._kept_bytes:
                 self._free.clear()  # of other sizes
             region = HostRegion(size_bytes)
@@ -46,6 +49,6 @@ class TargetPool:
 
     def _take_back(self, gone: weakref.ref[memoryview]) -> None:
         # Called by whatever thread let the tensor go, perhaps in a garbage collection: so there is no lock.
-        _, region = self._lent.pop(id(gone))
-        if self.free_bytes + region.size_bytes <= self._kept_bytes:
+        _, region = self._lent.pop(id(gone), (None, None))
+        if region is not None and self.free_bytes + region.size_bytes <= self._kept_bytes:
             self._free[region.size_bytes].append(region)

@@ -134,8 +134,11 @@ class SwapOut(Task):
         cut: Callable[[str, int], list[Piece]],
         after: Event | None = None,
         on_copied: Callable[[], object] | None = None,
+        on_end: Callable[[Exception | None], object] | None = None,
     ) -> None:
         super().__init__(record, tensor)
+        if on_end is not None:
+            self.transfer.on_done(lambda: on_end(self.error))
         self._cut = cut
         self._after = after
         self._value = StoredValue(self.spec, [])

@@ -114,6 +114,7 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
         *,
         after: Event | None = None,
         on_copied: Callable[[], object] | None = None,
+        on_end: Callable[[Exception | None], object] | None = None,
     ) -> TensorTransfer[None]:
         """Store a tensor under `name` and return at once. It must not be changed before it is copied.
 
@@ -125,6 +126,8 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
             after: an event of the tensor's device (``torch.cuda.Event``): it is copied when that has come.
             on_copied: called then, before the bytes are on the drive; not if that fails before. As `on_done` of the
                 transfer, but what it raises fails the transfer.
+            on_end: called when the transfer is done, with what it raises or None; as `on_done`, but an exception cannot
+                come between the call and this.
 
         Returns:
             A transfer, done when the bytes are on the drive, that raises SwapIOError (OutOfSpaceError if the disk is
@@ -139,7 +142,8 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
             self._check_open()
             record = self._scheduler.records.get(name) or TensorRecord(name)
             self._pin_for(tensor.device)
-            transfer = self._scheduler.enqueue(SwapOut(record, tensor.detach(), self._scheduler.cut, after, on_copied))
+            task = SwapOut(record, tensor.detach(), self._scheduler.cut, after, on_copied, on_end)
+            transfer = self._scheduler.enqueue(task)
             self._scheduler.records[name] = record
         return transfer
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nvme_offload.offload.activations.store import ActivationStats
+from nvme_offload.offload.activations.kept import ActivationStats
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.foreign import COUNT, fits, parse_json, read_text
 from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_NEW

@@ -7,7 +7,7 @@ from nvme_offload.adapters import trainer_optimizer as trainer_optimizer
 from nvme_offload.aio_native.engine import EngineUnavailable
 from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
-from nvme_offload.offload.activations.store import ActivationStats
+from nvme_offload.offload.activations.kept import ActivationStats
 from nvme_offload.offload.config import OffloadConfig
 from nvme_offload.offload.errors import (
     BlockOrderError,

@@ -1,11 +1,13 @@
 """An exception between any two instructions of a swapper or a block cache: nothing hangs, leaks or is wrong."""
 
+import sys
 import threading
 
 import pytest
 import torch
+from torch import nn
 
-from nvme_offload import TensorSwapper
+from nvme_offload import ActivationSwapper, TensorSwapper
 from nvme_offload.offload.staging.block_cache import BlockCache
 from tests.support.interrupts import STRIKES, every, strided, struck
 from tests.support.pairs import each_value_once
@@ -115,7 +117,7 @@ class Cache:
         self.cache.synchronize()
         assert not any(block.holds for block in self.cache.blocks), place
         held = len({block.buffer.place for block in self.cache.residents})
-        assert self.cache._pool.num_free + held == 2, place
+        assert self.cache.pool.num_free + held == 2, place
 
 
 @STRIKES
@@ -158,3 +160,58 @@ def test_what_was_reserved_is_given_back_or_owned(tmp_path, strike, stride):
         assert files[0].end == taken, interrupt.place
         subject.check(interrupt.place)
     cache.close()
+
+
+class Saved:
+    """Five saved tensors where memory has room for two; the rest are on a drive."""
+
+    def __init__(self, folder):
+        section = {"device": "nvme", "nvme_path": str(folder), "host_budget": 2 * SIZE, "keep": "all", "min_bytes": 1}
+        self.swapper = ActivationSwapper({"activations": section}, model=nn.Identity())
+        self.handles = []
+
+    def save(self):
+        for number in range(5):
+            self.handles.append(self.swapper.keep(torch.full((SIZE,), number, dtype=torch.uint8)))
+
+    def take(self):
+        while self.handles:
+            number, handle = len(self.handles) - 1, self.handles[-1]
+            assert handle.take().unique().tolist() == [number]
+            self.handles.pop()
+
+    def check(self, place):
+        """All that was saved before a strike is had back, and what is saved after it; nothing is left of either."""
+        for _ in range(2):
+            self.take()
+            assert self.swapper.stats().num_kept == self.swapper.stats().held_bytes == 0, place
+            self.save()
+        self.handles.clear()
+        self.swapper.stats()
+        tensors = self.swapper._store._swapper
+        tensors.synchronize()
+        assert tensors.pool.num_free == tensors.pool.num_buffers, place
+        assert [file.end for file in tensors.tier.space._files] == [0], f"space leaked: {place}"
+
+
+ACTIVATION_CALLS = {
+    "save": lambda saved: saved.save(),
+    "take": lambda saved: saved.take(),
+    "announce": lambda saved: saved.swapper.announce(saved.handles[::2]),
+}
+
+
+@STRIKES
+@strided(61)
+@pytest.mark.parametrize("name", [*ACTIVATION_CALLS])
+def test_saved_tensors_go_on(tmp_path, monkeypatch, name, strike, stride):
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # which keeps frames, and so what is saved
+    saved = Saved(tmp_path)
+    for interrupt in every(stride, strike):
+        if name != "save":
+            saved.save()
+        struck(interrupt, lambda: ACTIVATION_CALLS[name](saved))
+        interrupt.kept = None  # its frames have handles
+        in_time(lambda place=interrupt.place: saved.check(place))
+    in_time(saved.swapper.close)
+    assert not list(tmp_path.iterdir())
