@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from nvme_offload.offload.devices.device import Event, sent, wait_for_all
-from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.staging.block_cache import Block
 from nvme_offload.offload.storage.tier import Memory
 
@@ -16,7 +15,7 @@ from nvme_offload.offload.storage.tier import Memory
 class Departure:
     """One copy of a block, from which all of its parameters are taken."""
 
-    block: Block | HostBlock
+    block: Block
     missing: set[object]
     """Places in the block that were not taken yet."""
     copy: torch.Tensor | None = None
@@ -38,24 +37,18 @@ class Departures:
 
     The memory of a block is held until its copy is over, which the device says; who changes it, or takes it for another
     block, asks here first. The host waits for nothing else. `hold` brings a block into host memory and keeps it there
-    for whom it is told, until `release`.
+    for whom it is told.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        hold: Callable[[Block | HostBlock, object], Memory],
-        release: Callable[[Block | HostBlock, object], object],
-    ) -> None:
+    def __init__(self, device: torch.device, hold: Callable[[Block, object], Memory]) -> None:
         self.device = device
         self._hold = hold
-        self._release = release
         self._on_way: deque[Departure] = deque()
-        self._giving: dict[Block | HostBlock, Departure] = {}
+        self._giving: dict[Block, Departure] = {}
         """Copies that not all places were taken from, of what is gathered together."""
         self._together: object = None
 
-    def take(self, block: Block | HostBlock, place: object, places: Iterable[object], together: object) -> torch.Tensor:
+    def take(self, block: Block, place: object, places: Iterable[object], together: object) -> torch.Tensor:
         """Return a copy of a block, uint8 [bytes], on the device, as soon as its stream comes there.
 
         It is another copy when the same `place` asks again. The device's memory is not kept here after the last of
@@ -85,10 +78,10 @@ class Departures:
         while self._on_way:
             block = self._on_way[0].block
             self._wait_for(self._on_way[0])
-            if isinstance(block, Block) and not block.holds:
+            if not (block.stays or block.holds):
                 return
 
-    def end_all(self, block: Block | HostBlock) -> None:
+    def end_all(self, block: Block) -> None:
         """Wait until a block may be changed; later gathers copy it again. Copies of others may still be under way."""
         self._give_no_more(block)
         while (departure := next((one for one in self._on_way if one.block is block), None)) is not None:
@@ -100,20 +93,20 @@ class Departures:
         while self._on_way:
             self._wait_for(self._on_way[-1])
 
-    def _send(self, block: Block | HostBlock, places: Iterable[object]) -> Departure:
+    def _send(self, block: Block, places: Iterable[object]) -> Departure:
         departure = Departure(block, set(places))
         self._on_way.append(departure)  # first: whatever stops what follows, nobody takes the memory before it is over
         try:
             memory = self._hold(block, departure)
         except BaseException:
-            self._release(block, departure)
+            block.holders.discard(departure)
             self._on_way.remove(departure)
             raise
         departure.send(memory, self.device)
         self._giving[block] = departure
         return departure
 
-    def _give_no_more(self, block: Block | HostBlock) -> None:
+    def _give_no_more(self, block: Block) -> None:
         if (departure := self._giving.pop(block, None)) is not None:
             departure.let_go()
 
@@ -131,4 +124,4 @@ class Departures:
 
     def _end(self, departure: Departure) -> None:
         self._on_way.remove(departure)
-        self._release(departure.block, departure)
+        departure.block.holders.discard(departure)  # what is read ahead is up to the next hold

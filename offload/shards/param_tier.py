@@ -13,7 +13,7 @@ be kept in host memory for that, too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,6 @@ from nvme_offload.offload.errors import ClosedError, ConfigError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.departures import Departure, Departures
-from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
 from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
 from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
 from nvme_offload.offload.storage.foreign_file import FileExtent
@@ -78,8 +77,8 @@ class ParamTier:
         self._kept: _Gather | None = None
         """Its blocks stay in their buffers until others are gathered: somebody will change them there."""
         self._departures: Departures | None = None
-        self._shards: dict[Block | HostBlock, list[TieredShard]] = {}
-        self._together: dict[Block | HostBlock, object] = {}
+        self._shards: dict[Block, list[TieredShard]] = {}
+        self._together: dict[Block, object] = {}
         self._closed = False
 
     def reserve(
@@ -110,13 +109,13 @@ class ParamTier:
         if is_host(device):
             self._check_room([name for name, _ in groups], together)
         if self._departures is None and not is_host(device):
-            self._departures = Departures(device, self._hold_for, self._release_for)
+            self._departures = Departures(device, self._hold_for)
         found = in_files or {}
         layouts = [block_layout((form.numel, form.dtype) for form in forms) for _, forms in groups]
         offsets = [found[n].offsets if n in found else at for n, (at, _) in enumerate(layouts)]
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks: Sequence[Block | HostBlock] = (
-            host_blocks(sizes, device, self._locks, _KEY)
+        blocks = (
+            self.cache.keep(sizes, lambda pool: self._locks.lock(pool, device, stay_remedy(_KEY)))
             if in_memory
             else self.cache.add([(name, found.get(n, size)) for n, (name, size) in enumerate(sizes)])
         )
@@ -141,13 +140,11 @@ class ParamTier:
         if self._departures is not None:
             self._locks.lock(buffers, self._departures.device, f"lower {_KEY}.buffer_count")
 
-    def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
+    def drop(self, blocks: Sequence[Block]) -> None:
         """Forget the latest blocks, which nothing was gathered from, and free their space."""
         for block in blocks:
             del self._shards[block], self._together[block]
-            if isinstance(block, HostBlock):
-                block.close()
-        self.cache.drop([block for block in blocks if isinstance(block, Block)])
+        self.cache.drop(blocks)
 
     def put(self, places: Sequence[TieredShard], values: Sequence[StoredShard]) -> None:
         """Fill a block for the first time, with all of its parameters. The write runs behind.
@@ -165,7 +162,6 @@ class ParamTier:
         """Hold the block of a parameter that FSDP2 is about to copy, with all that it asks for in the same gather."""
         self._check_open()
         block = shard.block
-        assert isinstance(block, Block)
         together = self._together[block]
         gather = next((gather for gather in self._gathers if gather.together is together), None)
         if gather is None and self._latest is not None and self._latest.together is together:
@@ -221,7 +217,7 @@ class ParamTier:
                 return
 
     def holding(
-        self, block: Block | HostBlock, view: Callable[[], View], *, change: bool, in_order: bool
+        self, block: Block, view: Callable[[], View], *, change: bool, in_order: bool
     ) -> AbstractContextManager[View]:
         """Keep a block in host memory, outside forward and backward, and give what `view` does; see `BlockCache.hold`.
 
@@ -230,8 +226,6 @@ class ParamTier:
         self._check_open()
         if change and self._departures is not None:
             self._departures.end_all(block)
-        if isinstance(block, HostBlock):
-            return nullcontext(view())
         return Holding(self.cache, block, view, change=change, load=True, in_order=in_order)
 
     def close(self) -> None:
@@ -240,23 +234,14 @@ class ParamTier:
         self._gathers.clear()
         if self._departures is not None:
             self._departures.close()
-        for block in self._shards:
-            if isinstance(block, HostBlock):
-                block.close()
         self._shards.clear()
         self._together.clear()
         self.cache.close()
 
-    def _hold_for(self, block: Block | HostBlock, by: object) -> Memory:
-        if isinstance(block, HostBlock):
-            assert block.buffer is not None
-            return block.buffer
-        self.cache.order.note(block.index)
+    def _hold_for(self, block: Block, by: object) -> Memory:
+        if not block.stays:
+            self.cache.order.note(block.index)
         return self.cache.hold(block, by=by)
-
-    def _release_for(self, block: Block | HostBlock, by: object) -> None:
-        if isinstance(block, Block):
-            block.holders.discard(by)  # what is read ahead is up to the next hold
 
     def _end(self, gather: _Gather | None) -> None:
         if gather in self._gathers:
@@ -303,6 +288,11 @@ class ParamTier:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the parameter tier, which holds the weights,")
+
+
+def stay_remedy(key: str) -> str:
+    """Say what to do where memory of blocks that stay beside a device cannot be page-locked."""
+    return f'write "nvme" for {key}.device, or lower host_budget'
 
 
 def block_layout(tensors: Iterable[tuple[int, torch.dtype]]) -> tuple[list[int], int]:

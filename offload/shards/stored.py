@@ -10,7 +10,6 @@ import torch
 
 from nvme_offload.offload.devices.device import HOST, is_host
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.shards.stand_in import StandIn
 from nvme_offload.offload.staging.block_cache import Block, View
 
@@ -117,7 +116,7 @@ class ShardTier(Protocol):
         """Note that FSDP2 has copied a parameter."""
 
     def holding(
-        self, block: Block | HostBlock, view: Callable[[], View], *, change: bool, in_order: bool
+        self, block: Block, view: Callable[[], View], *, change: bool, in_order: bool
     ) -> AbstractContextManager[View]:
         """Keep a block in host memory, outside forward and backward, and give what `view` does."""
 
@@ -125,9 +124,7 @@ class ShardTier(Protocol):
 class TieredShard:
     """Stored in a block of a `ParamTier`, from `byte_offset` on."""
 
-    def __init__(
-        self, tier: ShardTier, block: Block | HostBlock, byte_offset: int, form: Padded, device: torch.device
-    ) -> None:
+    def __init__(self, tier: ShardTier, block: Block, byte_offset: int, form: Padded, device: torch.device) -> None:
         self.block = block
         self.device = device
         self.form = form
@@ -138,7 +135,7 @@ class TieredShard:
     @property
     def has_value(self) -> bool:
         """Return whether its bytes are in files that others wrote, so that nobody needs to put them there."""
-        return isinstance(self.block, Block) and self.block.extent is not None and self.block.extent.is_of_others
+        return self.block.extent is not None and self.block.extent.is_of_others
 
     def gather(self) -> torch.Tensor:
         """Return a view of the staging buffer, or of its copy on a device; see `param_tier`."""
@@ -160,8 +157,7 @@ class TieredShard:
 
     def view(self) -> torch.Tensor:
         """Return the elements over the staging buffer, 1D with the padding. The block must be held."""
-        assert self.block.buffer is not None
-        return self.block.buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
+        return self.block.held_buffer.view(self.form.dtype, self._byte_offset, self.form.numel)
 
     def declared(self, shape: torch.Size) -> torch.Tensor:
         """Give a stand-in without data, of this shape."""

@@ -2,7 +2,7 @@
 
 A block is what is read, used and written as one. Whoever uses one holds it, which keeps it in its buffer; whoever
 changed it says so when releasing it, and the write runs behind. What the buffers keep is what is needed soonest, by the
-order of earlier uses (`offload.staging.use_order`).
+order of earlier uses (`offload.staging.use_order`). Blocks that stay have buffers of their own: nothing moves them.
 """
 
 import time
@@ -16,7 +16,9 @@ import torch
 
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.staging.slot import FAILURES, Residency, Slot, Staging
+from nvme_offload.offload.staging.home import Home
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.staging.use_order import UseOrder
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Tier
@@ -52,8 +54,19 @@ class Block(Slot):
         self.unreadable = unreadable
 
     @property
+    def stays(self) -> bool:
+        """Whether it is in memory for good."""
+        return self.home.pool is not None
+
+    def let_go(self) -> None:
+        """Let the memory of one that stays go, with its last user. No copy may be under way. Idempotent."""
+        if self.buffer is not None and self.home.pool is not None:
+            self.buffer.release()
+            self.home.pool.close()
+
+    @property
     def held_buffer(self) -> StagingBuffer:
-        """Its buffer, while somebody holds it."""
+        """Its buffer, while somebody holds it, or for good."""
         assert self.buffer is not None
         return self.buffer
 
@@ -81,7 +94,7 @@ class CacheStats:
             setattr(self, name, getattr(self, name) + number)
 
 
-class BlockCache:
+class BlockCache(Mover[Block]):
     """Blocks of one kind on one tier, and their staging buffers. For one thread at a time.
 
     Args:
@@ -104,56 +117,64 @@ class BlockCache:
         on_pressure: Callable[[], None] = lambda: None,
         lock: Callable[[BufferPool], None] = lambda pool: None,
     ) -> None:
-        self.tier = tier
-        self.kind = kind
+        super().__init__(kind, tier, BufferPool(1, 1), checksum)
+        self.tier: Tier = tier
         self.order = UseOrder()
         self.stats = CacheStats()
         self.blocks: list[Block] = []
         self.most_buffers = most_buffers
+        self._staying: list[Block] = []
         self._is_needed = is_needed
         self._on_pressure = on_pressure
         self._lock = lock
-        self._pool = BufferPool(1, 1)
-        self._staging: Staging[Block] = Staging(kind, tier, self._pool, checksum)
-
-    @property
-    def residents(self) -> list[Block]:
-        """Blocks that hold a buffer, the one used longest ago first."""
-        return self._staging.residents
-
-    @property
-    def num_buffers(self) -> int:
-        """Count the staging buffers that there are."""
-        return self._pool.num_buffers
 
     @property
     def staging_bytes(self) -> int:
         """Host memory of all staging buffers."""
-        return self._pool.size_bytes
+        return self.num_buffers * self.buffer_bytes
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of each staging buffer."""
-        return self._pool.buffer_bytes
+        return self.pool.buffer_bytes if self.pool is not None else 0
 
     def add(self, blocks: Sequence[tuple[str, int | Extent]]) -> list[Block]:
         """Add blocks, by name and bytes, with all of their space promised. On an error nothing was added.
 
         Those that others wrote are given where they lie, have their bytes there, and take no space before they change.
         """
-        self._finish_transfers()  # and reads nothing ahead: the buffers may be exchanged
+        self.synchronize()
         reserved = iter(self.tier.reserve([size for _, size in blocks if isinstance(size, int)]))
         added = []
         for place, (name, size) in enumerate(blocks, len(self.blocks)):
             extent = next(reserved) if isinstance(size, int) else size
             added.append(Block(place, name, extent.size_bytes, extent, residency=_BORN[extent.is_of_others]))
-        self._fit_pool([block.size_bytes for block in (*self.blocks, *added)])
+        sizes = [block.size_bytes for block in (*self.blocks, *added)]
+        self.fit_pool(min(self.most_buffers, len(sizes)), max(sizes, default=0), self._lock)
         self.blocks += added
         return added
+
+    def keep(self, blocks: Sequence[tuple[str, int]], lock: Callable[[BufferPool], object]) -> list[Block]:
+        """Make blocks, by name and bytes, full of zeros, that stay in memory of their own. On an error none is kept.
+
+        `lock` page-locks it for a device: copies run behind the host's back.
+        """
+        made = []
+        for name, size_bytes in blocks:
+            pool = BufferPool(1, size_bytes)
+            lock(pool)
+            made.append(Block(-1, name, size_bytes, home=Home("host", pool=pool), residency=Residency.HOST))
+            pool.try_acquire(made[-1])
+        self._staying += made
+        return made
 
     def drop(self, blocks: Sequence[Block]) -> None:
         """Forget the latest blocks, which nobody holds, with what was put into them, and free their space."""
         for block in blocks:
+            if block.stays:
+                self._staying.remove(block)
+                block.let_go()
+                continue
             self.blocks.remove(block)
             self.forget(block)
             if block.extent is not None and not block.extent.is_of_others:
@@ -161,8 +182,8 @@ class BlockCache:
 
     def forget(self, block: Block) -> None:
         """Keep nothing of what was put into a block, which nobody holds: nothing of it is written."""
-        block.deferred = False
-        self._staging.forget(block)
+        block.defer(False)
+        super().forget(block)
 
     def hold(
         self,
@@ -184,18 +205,20 @@ class BlockCache:
 
         A SwapIOError loses nothing: what could not be written is still in memory and is written again by the next call.
         """
-        self._settle_finished()
+        if block.stays:
+            return block.held_buffer
+        self.settle_finished(report_writes=False)
         for other in self.residents:
             if other.deferred and other is not block and not other.holds:
                 with suppress(OSError):  # tried again, and said, by who needs the buffer or waits for all
-                    self._start_writing(other)
+                    self.start_write(other)
         self.stats.count(uses=load and is_new)
         try:
             block.holders.add(by)  # nothing that follows takes its buffer, or gives it one
             self._bring(block, change=change, load=load, in_order=in_order)
             assert block.buffer is not None
             block.note_use()
-            self._staging.touch(block)
+            self.touch(block)
             if in_order:
                 self._read_ahead()
         except BaseException:
@@ -208,10 +231,10 @@ class BlockCache:
         if block.buffer is None:
             self._find_buffer(block)
         if load and block.needs_read:
-            self._start_reading(block)
+            self._begin(block, load=True)
         while block.transfer is not None and (change or block.residency is Residency.READING):
             self._await_completion()
-            self._settle_finished(wanted=block)
+            self.settle_finished(block, report_writes=False)
             if in_order:
                 self._read_ahead()
         if block.residency is Residency.UNBORN and load:
@@ -225,11 +248,13 @@ class BlockCache:
     def release(self, block: Block, *, by: object = None, changed: bool = False, in_order: bool = True) -> None:
         """Let a held block go; a change is written behind, after the last of its uses in a row, or by the next call."""
         block.holders.discard(by)
+        if block.stays:
+            return
         if changed and block.residency is Residency.DIRTY:
             block.defer(not in_order or self.order.is_next_in_step(block.index))
             if not block.deferred:
-                self._start_writing(block)
-        self._settle_finished()
+                self.start_write(block)
+        self.settle_finished(report_writes=False)
         if in_order:
             self._read_ahead()
 
@@ -241,46 +266,17 @@ class BlockCache:
 
     def advance(self) -> None:
         """Start what has become possible since the latest call: reads into the buffers of writes that are done."""
-        self._settle_finished()
+        self.settle_finished(report_writes=False)
         self._read_ahead()
-
-    def synchronize(self) -> None:
-        """Wait for everything under way. What a SwapIOError left in its buffer is written by the next call."""
-        self._finish_transfers()
-        self._read_ahead()
-
-    def _finish_transfers(self) -> None:
-        self._staging.recover()
-        self._write_again()
-        failure: Exception | None = None
-        while any(block.transfer for block in self.residents):
-            self._await_completion()
-            try:
-                self._settle_finished(report_writes=True)
-            except FAILURES as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
 
     def close(self) -> None:
         """End what is under way, free the memory, delete the swap files. Idempotent."""
         self.tier.close()
-        self._pool.close()
-        self._staging.close()
+        super().close()
+        for block in self._staying:
+            block.let_go()
+        self._staying.clear()
         self.blocks.clear()
-
-    def _fit_pool(self, sizes: Sequence[int]) -> None:
-        num_buffers, size_bytes = min(self.most_buffers, len(sizes)), max(sizes, default=0)
-        if num_buffers <= self.num_buffers and size_bytes <= self.buffer_bytes:
-            return
-        for block in self.residents:
-            self._give_up_buffer(block)
-        larger = BufferPool(num_buffers, size_bytes)
-        self._lock(larger)
-        self.tier.register([larger])
-        self._pool.close()
-        self._pool = larger
-        self._staging.use_pool(larger)
 
     def _read_ahead(self) -> None:
         """Fill the buffers with what is needed soonest. A hint: what fails here is tried again when it is needed.
@@ -291,54 +287,49 @@ class BlockCache:
         goes_round = self.order.goes_round(len(self.blocks))
         if goes_round and any(block.unused for block in self.residents):
             return
-        soonest = self.order.soonest(len(self.blocks) if goes_round else self.num_buffers)
-        window = [self.blocks[index] for index in soonest if index < len(self.blocks)]
-        for place, block in enumerate(window):
-            if not block.needs_read or block.holds or block.unreadable or not self._is_needed(block):
-                continue
-            lease = self._staging.lease
-            if block.buffer is None and not (lease(block) or (self._evict_for(window, place) and lease(block))):
-                return
-            try:
-                self._start_reading(block, ahead=True)
-            except OSError:
-                return
-            if goes_round:
-                return
+        with suppress(OSError):
+            self.read_ahead(
+                self._soonest(len(self.blocks) if goes_round else self.num_buffers), most=1 if goes_round else None
+            )
 
-    def _clean(self) -> list[Block]:
-        """Blocks whose buffers may be had."""
-        return [block for block in self.residents if block.evictable and not block.holds]
+    def _soonest(self, number: int) -> list[Block]:
+        return [self.blocks[index] for index in self.order.soonest(number) if index < len(self.blocks)]
 
-    def _evict_for(self, window: Sequence[Block], place: int) -> bool:
-        """Give up the buffer of a clean block that is needed later than ``window[place]``, the latest of them."""
-        clean = self._clean()
-        outside = [block for block in clean if block not in window]
-        later = [block for block in reversed(window[place + 1 :]) if block in clean and not block.unused]
-        for block in (*outside, *later):
-            self._give_up_buffer(block)
-            return True
-        return False
+    def _comes(self, block: Block) -> bool:
+        """Return whether a block is read ahead."""
+        return block.needs_read and not block.holds and not block.unreadable and self._is_needed(block)
+
+    def _may_write(self, block: Block) -> bool:
+        return not block.holds
+
+    def _may_leave(self, block: Block) -> bool:
+        return block.evictable and not block.holds
+
+    def _leaving(self, window: Sequence[Block], place: int) -> Block | None:
+        """Return one that is not needed soon, else the one needed last; later than ``window[place]``, if read ahead."""
+        later = (
+            block for block in reversed(window[place + 1 :]) if block.buffer is not None and self._may_leave(block)
+        )
+        return super()._leaving(window, place) or next(
+            (block for block in later if place < 0 or not block.unused), None
+        )
 
     def _find_buffer(self, block: Block) -> None:
         """A buffer now: a free one, that of a clean block, or the first that comes free."""
         written_again = pressed = False
-        while not self._staging.lease(block):
-            window = [self.blocks[index] for index in self.order.soonest(self.num_buffers)]
-            clean = self._clean()
-            if clean:
-                # The one needed last: not soon at all, then the last of those that are.
-                last = max(clean, key=lambda other: window.index(other) if other in window else 1 << 30)
-                self._give_up_buffer(last)
+        while not self.lease(block):
+            leaving = self._leaving(self._soonest(self.num_buffers), -1)
+            if leaving is not None:
+                self._evict(leaving)
             elif any(other.transfer for other in self.residents if not other.holds):
                 self._await_completion()
-                self._settle_finished(report_writes=written_again)
+                self.settle_finished(report_writes=written_again)
             elif not pressed:
                 pressed = True
                 self._on_pressure()
             elif not written_again:
                 written_again = True
-                self._write_again()
+                self.start_writes()
             else:
                 raise StateError(
                     block.name,
@@ -346,16 +337,24 @@ class BlockCache:
                     f"all {self.num_buffers} are held: raise buffer_count of the tier of {self.kind}",
                 )
 
-    def _start_reading(self, block: Block, *, ahead: bool = False) -> None:
-        self._staging.start_read(block)
-        block.note_use(not ahead)
-        self.stats.count(reads=1, reads_ahead=ahead)
+    def _begin(self, block: Block, *, load: bool) -> None:
+        """Begin the read of a block: ahead, if nobody holds it."""
+        super()._begin(block, load=load)
+        block.note_use(bool(block.holds))
+        self.stats.count(reads=1, reads_ahead=not block.holds)
 
-    def _start_writing(self, block: Block) -> None:
+    def start_write(self, block: Block) -> None:
+        """Begin to write a block that was changed."""
         block.defer(False)
         if block.extent is not None and block.extent.is_of_others:
             self._leave_files(block, block.extent)
-        self._staging.start_write(block)
+        super().start_write(block)
+
+    def settle(self, block: Block) -> None:
+        """Take note of a transfer that is done, and whether it was a read that failed."""
+        block.note_unreadable(block.residency is Residency.READING)
+        super().settle(block)
+        block.note_unreadable(False)
 
     def _leave_files(self, block: Block, files: Extent) -> None:
         """Give a block that somebody changed, and whose bytes others wrote, an extent of its own."""
@@ -366,41 +365,16 @@ class BlockCache:
             of_this_rank=True,
         )
 
-    def _write_again(self) -> None:
-        for block in self.residents:
-            if block.residency is Residency.DIRTY and not block.holds:
-                self._start_writing(block)
-
     def _await_completion(self) -> None:
         start = time.monotonic_ns()
-        self._staging.wait()
+        super()._await_completion()
         self.stats.count(wait_seconds=(time.monotonic_ns() - start) / 1e9)
 
-    def _settle_finished(self, wanted: Block | None = None, *, report_writes: bool = False) -> None:
-        """Take note of finished transfers; raise for a failed read of `wanted` and, if asked to, for failed writes.
-
-        A failed write leaves its bytes in their buffer; whoever needs that buffer, or waits for all, writes them again.
-        """
-        self._staging.recover()
-        failure: Exception | None = None
-        for block in self.residents:
-            if block.transfer is None or not block.transfer.done():
-                continue
-            reading = block.residency is Residency.READING
-            block.note_unreadable(reading)
-            try:
-                self._staging.settle(block)
-                block.note_unreadable(False)
-            except FAILURES as error:
-                if block is wanted or (report_writes and not reading):
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def _give_up_buffer(self, block: Block) -> None:
+    def _evict(self, block: Block) -> None:
+        """Give up the buffer of a block, and count what was read in vain."""
         self.stats.count(reads_unused=block.unused)
         block.note_use()
-        self._staging.give_up(block)
+        super()._evict(block)
 
 
 class Holding(AbstractContextManager[View], Generic[View]):

@@ -70,7 +70,7 @@ _MAY_FOLLOW = {
     Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
 }
 """Which residency may follow which. UNBORN follows where the bytes are given up for good (`Staging.forget`); ON_TIER
-follows it where a run that ended has left them (`Staging.adopt`). ON_TIER with a buffer: somebody works
+follows it where a run that ended has left them (`StepPipeline.adopt`). ON_TIER with a buffer: somebody works
 on what is in the buffer, which counts from STAGED or DIRTY on."""
 
 _ON_THE_WAY = (Residency.READING, Residency.WRITING)
@@ -180,8 +180,7 @@ class Staging(Generic[S]):
         self._own_pools: dict[BufferPool, None] = {}
         self._spare: BufferPool | None = None
         self._checksum = checksum
-        self.listener: Bell | None = None
-        """Rings, too, when a transfer is done: for who does not wait here."""
+        self._listener: Bell | None = None
         self._bell = Bell()
         self._clock = count(1)
 
@@ -222,15 +221,6 @@ class Staging(Generic[S]):
         slot.transfer = self.tier.read(slot.extent, slot.buffer, what=slot.name, kind=self.kind, size_bytes=size_bytes)
         self._ring_for(slot.transfer)
 
-    def use_pool(self, pool: BufferPool) -> None:
-        """Exchange the staging buffers, none of which a slot may hold."""
-        self.pool = pool
-
-    def complete(self, slot: S) -> None:
-        """Complete what is in the buffer of a changed slot, as it is now: for who starts to write it later."""
-        if self.sealer is not None:
-            self.sealer.seal(slot)
-
     def start_write(self, slot: S) -> None:
         """Start writing a changed slot to its extent. Raises as `start_read` does."""
         assert self.tier is not None
@@ -244,8 +234,8 @@ class Staging(Generic[S]):
 
     def _ring_for(self, transfer: Transfer[StagingBuffer]) -> None:
         self._bell.hang_on(transfer.operation)
-        if self.listener is not None:
-            self.listener.hang_on(transfer.operation)
+        if self._listener is not None:
+            self._listener.hang_on(transfer.operation)
 
     def recover(self) -> None:
         """Make good what an exception cut short: wait for transfers that nobody has a handle of."""
@@ -268,6 +258,10 @@ class Staging(Generic[S]):
     def ring(self) -> None:
         """Wake who waits. From any thread."""
         self._bell.ring()
+
+    def ring_also(self, bell: Bell) -> None:
+        """Ring this bell, too, whenever a transfer is done that begins from here on: for who does not wait here."""
+        self._listener = bell
 
     def settle(self, slot: S) -> None:
         """Take note of a transfer that is done, or raise: what was read wrong is given up, what did not go stays.
@@ -314,12 +308,6 @@ class Staging(Generic[S]):
         if slot.home.pool is not None:
             self._own_pools.pop(slot.home.pool, None)
 
-    def adopt(self, slot: S, extent: Extent) -> None:
-        """Take the bytes of an extent, which a run that ended has left, for those of a slot that was forgotten."""
-        slot.lie_in(extent)
-        slot.note_checksums(None)
-        slot.become(Residency.ON_TIER)
-
     def drop_spare(self) -> None:
         """Let the spare buffer go, which no slot may hold any more."""
         self._spare = None
@@ -327,10 +315,11 @@ class Staging(Generic[S]):
     def close(self) -> None:
         """Let the memory go, and what waiting needs. Nothing may be under way any more."""
         self._bell.close()
-        self.listener = None
+        self._listener = None
+        for pool in (*self._own_pools, self.pool):
+            if pool is not None:
+                pool.close()
         self.pool = self._spare = None
-        for pool in self._own_pools:
-            pool.close()
         self._own_pools.clear()
 
     def _checksums_of(self, slot: S) -> torch.Tensor | None:

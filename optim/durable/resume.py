@@ -234,7 +234,8 @@ class Resumption:
                 memory = store.pipeline.acquire(store.slots, position, for_change=False, replay=False)
                 self._durable.seal.bring_back(slot, memory)
         except (CorruptionError, SwapIOError, ResumeError) as error:
-            store.pipeline.forget(store.slots)
+            for slot in store.slots:
+                store.pipeline.forget(slot)
             self._cannot_write = isinstance(error, SwapIOError) and error.direction != "read"
             return content, str(error)
         return content, ""

@@ -52,7 +52,7 @@ class StateBody(ABC):
         self.is_closed = False
         self.worker = Worker(pipeline.waiting, lambda: table.device)
         """Does what is left of a step when it returns."""
-        pipeline.ring(self.worker.bell)
+        pipeline.ring_also(self.worker.bell)
         self.uses = FirstUses()
         """The order in which the latest forward used the parameters."""
         self._owner_pid = os.getpid()

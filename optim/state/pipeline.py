@@ -23,15 +23,15 @@ from typing import Protocol
 
 import torch
 
-from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.staging.slot import FAILURES, Sealer, Staging
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import FAILURES, Sealer
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.optim.state.slots import Residency, SlotRecord
-from nvme_offload.optim.state.visits import leaving, may_write, window_of
+from nvme_offload.optim.state.visits import may_write, window_of
 from nvme_offload.optim.telemetry.stats import Meter, Span, SpanKind
 
 KIND = "optimizer state"
@@ -51,11 +51,10 @@ class Seal(Sealer[SlotRecord], Protocol):
         """Whether what is released is given up in place of being written: other state will take its place."""
 
 
-class StepPipeline:
+class StepPipeline(Mover[SlotRecord]):
     """Subgroups on NVMe visit the staging buffers; those in host memory of their own are passed over on the way.
 
-    `offload.staging.slot` decides what happens to one of them; here is which comes next. A buffer whose slot is DIRTY
-    is never given up, so state that could not be written is still there when the drive is well again.
+    `offload.staging` decides what happens to one of them, and to all that have a buffer; here is which comes next.
 
     Args:
         give_birth: fills the memory of a subgroup that has no state yet.
@@ -74,26 +73,12 @@ class StepPipeline:
         checksum: Callable[[torch.Tensor], torch.Tensor] | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self._staging: Staging[SlotRecord] = Staging(KIND, tier, pool, checksum)
-        self._staging.sealer = self.seal = seal
+        super().__init__(KIND, tier, pool, checksum)
+        self.sealer = self.seal = seal
         self._give_birth = give_birth
         self._meter = meter
         self._reads_go_first = False
         self._on_pause: Callable[[], None] | None = None
-
-    @property
-    def pool(self) -> BufferPool | None:
-        """The staging buffers."""
-        return self._staging.pool
-
-    def use_pool(self, pool: BufferPool) -> None:
-        """Exchange the staging buffers, after `drop_copies`."""
-        self._staging.use_pool(pool)
-
-    @property
-    def residents(self) -> list[SlotRecord]:
-        """Subgroups that hold a buffer, the one that has it longest first."""
-        return self._staging.residents
 
     def acquire(
         self,
@@ -120,8 +105,8 @@ class StepPipeline:
         window, slot = self.window(order, position), order[position]
         if for_change:
             self.start_writes()
-        self._settle_finished()
-        self._read_ahead(window, load)
+        self.settle_finished()
+        self.read_ahead(window, load=load)
         if (memory := slot.home.memory) is not None:
             return self._at_home(slot, memory)
         while slot.buffer is None or slot.transfer is not None:
@@ -132,8 +117,8 @@ class StepPipeline:
                     self._take_spare_buffer(slot, load)
                 else:
                     self._await_completion()
-                self._settle_finished(slot)
-                self._read_ahead(window, load)
+                self.settle_finished(slot)
+                self.read_ahead(window, load=load)
         if slot.residency is Residency.UNBORN:
             self._give_birth(slot, slot.buffer)
         if replay and slot.log is not None and slot.log.needs_replay:
@@ -160,18 +145,18 @@ class StepPipeline:
 
     def advance(self, ahead: Sequence[SlotRecord]) -> None:
         """Note what is done and start reads of the first of `ahead`, without waiting. It raises as `acquire` does."""
-        self._settle_finished(ahead[0] if ahead else None)
-        self._read_ahead(self.window(ahead))
+        self.settle_finished(ahead[0] if ahead else None)
+        self.read_ahead(self.window(ahead))
         self.start_writes()
 
-    def start_writes(self) -> None:
-        """Begin to write what was changed, also what could not be written before."""
-        for slot in self.residents:
-            num_under_way = sum(other.transfer is not None for other in self.residents)
-            if not may_write(num_under_way, reads_first=self._reads_go_first):
-                return
-            if slot.residency is Residency.DIRTY:
-                self._staging.start_write(slot)
+    def _may_write(self, slot: SlotRecord) -> bool:
+        """Return whether one more write may begin: where reads go first, only beside few transfers."""
+        num_under_way = sum(other.transfer is not None for other in self.residents)
+        return may_write(num_under_way, reads_first=self._reads_go_first)
+
+    def _may_leave(self, slot: SlotRecord) -> bool:
+        """Return whether the buffer of a subgroup is one of those that all share, and may be another's."""
+        return slot.evictable and slot.home.is_visited
 
     def window(self, order: Sequence[SlotRecord], position: int = 0) -> list[SlotRecord]:
         """Return the subgroups on NVMe from `position` on, as many as there are staging buffers.
@@ -180,19 +165,10 @@ class StepPipeline:
         """
         return window_of(
             islice(order, position, None),
-            self.pool.num_buffers if self.pool else 0,
+            self.num_buffers,
             visits=lambda slot: slot.home.is_visited,
             reads_alone=lambda slot: slot.home.memory is None and (slot is order[position] or slot.needs_read),
         )
-
-    def read_into_free_buffers(self, window: Sequence[SlotRecord], first: int) -> int:
-        """Start reads of ``window[first:]`` as far as there are buffers, without waiting; return where to go on."""
-        self._settle_finished()
-        for place in range(first, len(window)):
-            if window[place].buffer is None and not self._lease(window[place], window):
-                return place
-            self._begin(window[place], load=True)
-        return len(window)
 
     def is_here(self, slot: SlotRecord) -> bool:
         """Return whether `acquire` for a change would wait for nothing: not for an old write either."""
@@ -200,18 +176,9 @@ class StepPipeline:
             return True
         return slot.buffer is not None and slot.transfer is None and slot.residency is not Residency.DIRTY
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no transfer is under way."""
-        return not any(slot.transfer for slot in self.residents)
-
     def waiting(self) -> AbstractContextManager[None]:
         """Count the time inside as waiting for the drive."""
         return self._meter.waiting()
-
-    def ring(self, bell: Bell) -> None:
-        """Ring this bell whenever a transfer is done that begins from here on."""
-        self._staging.listener = bell
 
     def begin_change(self, slot: SlotRecord) -> None:
         """Let changes of the acquired memory count only from `will_change` on; without that they are forgotten.
@@ -231,17 +198,17 @@ class StepPipeline:
     def release(self, slot: SlotRecord) -> None:
         """Let go of the acquired memory: a change is written behind, anything else stays as a clean copy."""
         if self.seal is not None and self.seal.discards:
-            self._forget(slot)
+            self.forget(slot)
         if slot.residency is Residency.DIRTY and slot.buffer is not None:
-            if self._reads_go_first:
-                self._staging.complete(slot)
-            else:
-                self._staging.start_write(slot)
+            if not self._reads_go_first:
+                self.start_write(slot)
+            elif self.seal is not None:  # as it is now, though it is written later
+                self.seal.seal(slot)
 
     def writes_under_way(self) -> list[Transfer[StagingBuffer]]:
         """Return the transfers of all that is being written; what could not be written before is begun once more."""
         with suppress(*FAILURES):
-            self._settle_finished()
+            self.settle_finished()
         self.start_writes()
         return [slot.transfer for slot in self.residents if slot.residency is Residency.WRITING and slot.transfer]
 
@@ -250,49 +217,23 @@ class StepPipeline:
 
         All of `extent` is read; it ends with `num_logged` entries of a log.
         """
-        self._forget(slot, num_logged)
-        self._staging.adopt(slot, extent)
-
-    def forget(self, slots: Iterable[SlotRecord]) -> None:
-        """Give up subgroups that nobody will ask for: wait for their transfers, and keep nothing of their state."""
-        for slot in slots:
-            self._forget(slot)
-
-    def _forget(self, slot: SlotRecord, num_logged: int = 0) -> None:
-        self._staging.forget(slot)
+        self.forget(slot)
         if slot.log is not None:
             slot.log.begin_anew(num_logged)
+        slot.lie_in(extent)
+        slot.note_checksums(None)
+        slot.become(Residency.ON_TIER)
+
+    def forget(self, slot: SlotRecord) -> None:
+        """Give up a subgroup that nobody will ask for: wait for its transfer, and keep nothing of its state."""
+        super().forget(slot)
+        if slot.log is not None:
+            slot.log.begin_anew(0)
 
     def synchronize(self) -> None:
-        """Wait for everything under way. Bytes that could not be written stay, and the next call writes them again."""
-        self._staging.recover()
-        self.start_writes()
-        failure: Exception | None = None
+        """Wait for everything under way, and count that. Bytes that could not be written stay: see `Mover`."""
         with self._meter.waiting():
-            while any(slot.transfer for slot in self.residents):
-                self._await_completion()
-                try:
-                    self._settle_finished()
-                except FAILURES as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def forget_failures(self) -> None:
-        """Wait for everything under way. What failed is written again from here on, and not reported again."""
-        with suppress(*FAILURES):
-            self.synchronize()
-
-    def drop_copies(self) -> None:
-        """Write what must be written and give up every buffer."""
-        self.synchronize()
-        for slot in self.residents:
-            self._staging.give_up(slot)
-        self._staging.drop_spare()
-
-    def close(self) -> None:
-        """Let the memory go, and what waiting needs. Nothing may be under way any more."""
-        self._staging.close()
+            super().synchronize()
 
     def _catch_up(self, slot: SlotRecord) -> None:
         """Apply the log. Where an exception cuts that short, the state is read again: it must not be done twice."""
@@ -307,59 +248,28 @@ class StepPipeline:
             slot.become(Residency.HOST)
         return memory
 
-    def _read_ahead(self, window: Sequence[SlotRecord], load: bool = True) -> None:
-        for slot in window:
-            if slot.buffer is None and not self._lease(slot, window):
-                return
-            self._begin(slot, load)
-
-    def _lease(self, slot: SlotRecord, window: Sequence[SlotRecord]) -> bool:
-        return self._staging.lease(slot) or (self._evict_outside(window) and self._staging.lease(slot))
-
-    def _begin(self, slot: SlotRecord, load: bool) -> None:
-        if slot.needs_read:
-            if slot.log is not None:
-                slot.log.begin_read(load=load)
-            if load:
-                self._staging.start_read(slot)
+    def _begin(self, slot: SlotRecord, *, load: bool) -> None:
+        if slot.needs_read and slot.log is not None:
+            slot.log.begin_read(load=load)
+        super()._begin(slot, load=load)
 
     def _take_spare_buffer(self, slot: SlotRecord, load: bool) -> None:
         """Give a reader a buffer outside the pool when the drive takes no writes, so that state can be rescued."""
-        if not self._staging.lease_spare(slot):
+        if not self.lease_spare(slot):
             raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
-        self._begin(slot, load)
-
-    def _evict_outside(self, window: Sequence[SlotRecord]) -> bool:
-        slot = leaving(self.residents, window, lambda slot: slot.evictable and slot.home.is_visited)
-        if slot is not None:
-            self._staging.give_up(slot)
-        return slot is not None
+        self._begin(slot, load=load)
 
     def _await_completion(self) -> None:
-        self._staging.wait()
+        super()._await_completion()
         if self._on_pause is not None:
             self._on_pause()
 
-    def _settle_finished(self, wanted: SlotRecord | None = None) -> None:
-        """Note finished transfers; raise for a failed write, and for a failed read of the slot wanted now.
-
-        Nobody waits for other reads that ran ahead: they are tried again when they are needed, and raise then.
-        """
-        self._staging.recover()
-        failure: Exception | None = None
-        for slot in self.residents:
-            if slot.transfer is None or not slot.transfer.done():
-                continue
-            reading = slot.residency is Residency.READING
+    def settle(self, slot: SlotRecord) -> None:
+        """Take note of a transfer that is done, and when the drive was at it."""
+        if slot.transfer is not None:
             operation, kind = slot.transfer.operation, _SPAN_OF[slot.residency]
             self._meter.spans.append(Span(kind, slot.index, operation.submitted_ns, operation.completed_ns))
-            try:
-                self._staging.settle(slot)
-            except FAILURES as error:
-                if slot is wanted or not reading:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+        super().settle(slot)
 
 
 class HeldState(AbstractContextManager[Memory]):

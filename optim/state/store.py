@@ -71,7 +71,6 @@ class StateStore(StepState):
         self._placement = StatePlacement(config, rule)  # what is refused leaves no files behind
         self._tiers: dict[TierName, Tier] = {"host": HostTier()}
         """The tiers of the state; that of a device comes with the first state that stays there."""
-        self.pool: BufferPool | None = None
         self.plan = plan_tiers([], {})
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
@@ -85,7 +84,6 @@ class StateStore(StepState):
         try:
             if durability.tier is not None:
                 self._tiers["nvme"] = durability.tier
-                self.pool = BufferPool(1, 1)
             self._placement = StatePlacement(config, rule, durability.period, durability.size_in_buffer)
             self.means = durability.means(ground)
             pipeline = StepPipeline(
@@ -93,7 +91,7 @@ class StateStore(StepState):
                 lambda slot, memory: give_birth(slot, memory, table, kernels),
                 meter,
                 durability.tier,
-                self.pool,
+                BufferPool(1, 1) if durability.tier is not None else None,
                 kernels.tile_checksums if verifies else None,
                 durability.seal,
             )
@@ -109,6 +107,11 @@ class StateStore(StepState):
     def tier(self) -> NvmeTier | None:
         """The drives of the state; None where none of it is on NVMe."""
         return self.durability.tier
+
+    @property
+    def pool(self) -> BufferPool | None:
+        """The staging buffers of the state; None where none of it is on NVMe, and once the optimizer is closed."""
+        return self.pipeline.pool
 
     def updated_inside(self, record: ParamRecord) -> str:
         """Say why a parameter is updated inside `step()`; see `StepState`."""
@@ -220,7 +223,9 @@ class StateStore(StepState):
         moving = on["nvme"]
         if moving:
             self.pipeline.synchronize()  # a write that failed says so before anything is promised
-            self._fit_pool([slot.subgroup for slot in moving])
+            visiting = self._visiting([slot.subgroup for slot in moving])  # a small model takes little memory
+            buffer_bytes = max(map(self._placement.size_bytes, visiting))
+            self.pipeline.fit_pool(self._placement.num_buffers(visiting), buffer_bytes)
         if there and len(on["device"]) < len(subgroups):
             largest = self._largest_numel([slot.subgroup for slot in (*on["host"], *moving)])
             self.mirror.fit(_only(set(there.values())), largest)
@@ -245,7 +250,8 @@ class StateStore(StepState):
 
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
-        self.pipeline.forget(slots)
+        for slot in slots:
+            self.pipeline.forget(slot)
         if self.durability.takes_all:
             self.durability.drop(len(self.slots))
             return
@@ -291,12 +297,8 @@ class StateStore(StepState):
         for tier in self._tiers.values():
             tier.close()
         self.durability.close()
-        if self.pool is not None:
-            self.pool.close()
         self.pipeline.close()
         self.kernels.end_workers()
-        # The memory goes with its last user, and this object may be kept.
-        self.pool = None
         self.slots.clear()
         if not self.is_whole:
             self.worker.raise_failure()
@@ -375,24 +377,6 @@ class StateStore(StepState):
 
     def _visiting(self, more: Sequence[Subgroup]) -> list[Subgroup]:
         return [*(slot.subgroup for slot in self.slots if slot.home.is_visited), *more]
-
-    def _fit_pool(self, moving: Sequence[Subgroup]) -> None:
-        """Make as many buffers as are of use, as large as the largest subgroup: a small model takes little memory."""
-        assert self.tier is not None
-        visiting = self._visiting(moving)
-        num_buffers = self._placement.num_buffers(visiting)
-        buffer_bytes = max(map(self._placement.size_bytes, visiting))
-        if self.pool and num_buffers <= self.pool.num_buffers and buffer_bytes <= self.pool.buffer_bytes:
-            return
-        larger = BufferPool(num_buffers, buffer_bytes)
-        self.pipeline.drop_copies()
-        self.tier.register([larger])
-        before = self.pool
-        # In this order: an exception in between leaves nobody with a pool that is closed, and it is done again.
-        self.pipeline.use_pool(larger)
-        self.pool = larger
-        if before is not None:
-            before.close()
 
 
 def num_threads_of_rank() -> int:

@@ -1,4 +1,4 @@
-"""Pure functions say which subgroups visit the staging buffers next, which leave them, and when writes may begin.
+"""Pure functions say which subgroups visit the staging buffers next, and when writes may begin.
 
 The pipeline of a run asks them, and so does `offload plan`, whose subgroups are numbers. What a forward will want first
 is learnt from the one before (`FirstUses`).
@@ -34,12 +34,6 @@ def window_of(
         elif reads_alone(slot):
             window.append(slot)
     return window
-
-
-def leaving(residents: Iterable[S], window: Iterable[S], may_leave: Callable[[S], bool]) -> S | None:
-    """Return the first resident outside the window that may leave its buffer with nothing lost or under way."""
-    wanted = set(window)
-    return next((slot for slot in residents if may_leave(slot) and slot not in wanted), None)
 
 
 def may_write(num_under_way: int, *, reads_first: bool) -> bool:

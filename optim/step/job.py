@@ -194,4 +194,5 @@ class StepJob:
         pipeline = self._store.pipeline
         if self._window is None:
             self._window = pipeline.window(self._first)
-        self._num_read = pipeline.read_into_free_buffers(self._window, self._num_read)
+        pipeline.settle_finished()
+        self._num_read = pipeline.read_ahead(self._window, self._num_read)

@@ -13,7 +13,6 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.shards.host_block import HostBlock
 from nvme_offload.offload.shards.in_files import layout_of
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.param_tier import ParamTier
@@ -81,9 +80,8 @@ class BlockTiers:
             raise
         self._numbers: dict[GatherGroup, int] = {}
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
-        self._param_blocks: dict[int, Block | HostBlock] = {}
-        self._grad_blocks: dict[int, Block | HostBlock] = {}
-        """Blocks in host memory are of parameters on a device."""
+        self._param_blocks: dict[int, Block] = {}
+        self._grad_blocks: dict[int, Block] = {}
         self.beside: list[torch.Tensor] = []
         """Frozen shards in parts whose dtype the optimizer does not take: a quantized base has such."""
         self._placed: dict[str, dict[GatherGroup, Unit]] = {cache.kind: {} for cache, _ in self._caches()}
@@ -122,7 +120,7 @@ class BlockTiers:
         Gradients in host memory beside a device have one place for good. What comes there next is of a parameter that
         was gathered, and so updated, before.
         """
-        return number in self._param_blocks or isinstance(self._grad_blocks.get(number), Block)
+        return number in self._param_blocks or self._moving_grads(number) is not None
 
     def number_of(self, leaf: torch.Tensor) -> int:
         """Return the number of a parameter's block, wherever it lives; -1 if there is no tier for it."""
@@ -288,8 +286,8 @@ class BlockTiers:
             behind: are updated when they are gathered, which reads their parameters.
         """
         if self.grads is not None:
-            due = (self._grad_blocks.get(subgroup.block) for subgroup in behind)
-            self.grads.begin_step([block for block in due if isinstance(block, Block)])
+            due = (self._moving_grads(subgroup.block) for subgroup in behind)
+            self.grads.begin_step([block for block in due if block is not None])
         for cache, blocks in self._caches():
             cache.order.begin_step(_indices([*inside, *(behind if cache.kind == GRADS else ())], blocks))
 
@@ -310,8 +308,13 @@ class BlockTiers:
 
     def forget_gradients(self, number: int) -> None:
         """Keep no gradients of a block, which were all used."""
-        if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
+        if self.grads is not None and (block := self._moving_grads(number)) is not None:
             self.grads.forget(block)
+
+    def _moving_grads(self, number: int) -> Block | None:
+        """The gradients of a block, if they come and go."""
+        block = self._grad_blocks.get(number)
+        return block if block is not None and not block.stays else None
 
     def held_for_update(
         self, subgroup: Subgroup, grads: Mapping[int, torch.Tensor], *, in_order: bool, is_gathered: bool
@@ -328,7 +331,7 @@ class BlockTiers:
         """
         number = subgroup.block
         with ExitStack() as held:
-            if self.grads is not None and isinstance(block := self._grad_blocks.get(number), Block):
+            if self.grads is not None and (block := self._moving_grads(number)) is not None:
                 if in_order:
                     self.grads.cache.order.note_in_step(block.index)
                     if not self.grads.cache.order.is_next_in_step(block.index):
@@ -336,7 +339,7 @@ class BlockTiers:
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block, in_order=in_order))
             if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
-                if isinstance(stored, Block) and not is_gathered:
+                if not (stored.stays or is_gathered):
                     self.params.cache.order.note_in_step(stored.index)
                 held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=not is_gathered))
             return held.pop_all()
@@ -372,6 +375,7 @@ class BlockTiers:
             self.grads.flush()
         for cache, _ in self._caches():
             cache.synchronize()
+            cache.advance()
 
     def close(self) -> None:
         """Free the memory and delete the swap files. Idempotent."""
@@ -384,7 +388,7 @@ class BlockTiers:
         if self.grads is not None:
             self.grads.land()
 
-    def _caches(self) -> Iterator[tuple[BlockCache, Mapping[int, Block | HostBlock]]]:
+    def _caches(self) -> Iterator[tuple[BlockCache, Mapping[int, Block]]]:
         if self.params is not None:
             yield self.params.cache, self._param_blocks
         if self.grads is not None:
@@ -419,10 +423,10 @@ class BlockTiers:
         raise ConfigError([f'{name}.device = "{device}": {what}fp32_too=True) before the optimizer is made'])
 
 
-def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block | HostBlock]) -> list[int]:
+def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int]:
     """Return the indices, in their cache, of the blocks of these subgroups; blocks that stay in memory have none."""
     found = (blocks.get(subgroup.block) for subgroup in order)
-    return [block.index for block in found if isinstance(block, Block)]
+    return [block.index for block in found if block is not None and not block.stays]
 
 
 def _groups_of(leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:

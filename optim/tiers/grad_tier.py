@@ -11,7 +11,6 @@ landed: in the same order, with the same bits. Blocks may be kept in host memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,7 @@ from nvme_offload.offload.devices.device import is_device, is_host
 from nvme_offload.offload.errors import ClosedError, StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.shards.host_block import HostBlock, host_blocks
-from nvme_offload.offload.shards.param_tier import block_layout
+from nvme_offload.offload.shards.param_tier import block_layout, stay_remedy
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.optim.layout.flat import PartitionStandIn
@@ -52,9 +50,7 @@ class Partition:
         dtype: of the accumulation.
     """
 
-    def __init__(
-        self, tier: GradTier, leaf: torch.Tensor, block: Block | HostBlock, byte_offset: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, tier: GradTier, leaf: torch.Tensor, block: Block, byte_offset: int, dtype: torch.dtype) -> None:
         self.leaf = leaf
         self.block = block
         self.tile_sums = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -92,8 +88,7 @@ class Partition:
 
     def view(self) -> torch.Tensor:
         """Return the gradient as a 1D view of the staging buffer. The block must be held."""
-        assert self.block.buffer is not None
-        return self.block.buffer.view(self._dtype, self._byte_offset, self.shape.numel())
+        return self.block.held_buffer.view(self._dtype, self._byte_offset, self.shape.numel())
 
     @property
     def landed_sums(self) -> torch.Tensor:
@@ -154,7 +149,7 @@ class GradTier:
         )
         self._tile_sums = tile_sums
         self._partitions: dict[torch.Tensor, Partition] = {}
-        self._by_block: dict[Block | HostBlock, list[Partition]] = {}
+        self._by_block: dict[Block, list[Partition]] = {}
         self._locks = locks or PageLocks(None)
         self._arrivals: Arrivals | None = None
         self._open: list[Block] = []
@@ -168,7 +163,7 @@ class GradTier:
 
     def reserve(
         self, groups: Sequence[tuple[str, Sequence[tuple[torch.Tensor, torch.dtype]]]], *, in_memory: bool = False
-    ) -> Sequence[Block | HostBlock]:
+    ) -> Sequence[Block]:
         """Reserve blocks for groups, each a name and its parameters with their accumulation dtypes. `take` comes later.
 
         All of their space is promised. It raises OutOfSpaceError with the bytes needed and free, MemoryError or
@@ -182,9 +177,11 @@ class GradTier:
         partitions = [[(local_tensor(leaf).numel(), dtype) for leaf, dtype in params] for _, params in groups]
         layouts = list(map(block_layout, partitions))
         sizes = [(f"{KIND} of {name}", size) for (name, _), (_, size) in zip(groups, layouts, strict=True)]
-        blocks: Sequence[Block | HostBlock] = (
-            host_blocks(sizes, device, self._locks, _KEY) if in_memory else self.cache.add(sizes)
-        )
+        if in_memory:
+            remedy = stay_remedy(_KEY)
+            blocks = self.cache.keep(sizes, lambda pool: self._locks.lock(pool, device, remedy) if device else None)
+        else:
+            blocks = self.cache.add(sizes)
         for block, (_, params), (offsets, _) in zip(blocks, groups, layouts, strict=True):
             placed = zip(params, offsets, strict=True)
             self._by_block[block] = [Partition(self, leaf, block, at, dtype) for (leaf, dtype), at in placed]
@@ -194,7 +191,7 @@ class GradTier:
         if self._arrivals is not None:
             self._locks.lock(buffers, self._arrivals.device, f"lower {_KEY}.buffer_count")
 
-    def take(self, blocks: Sequence[Block | HostBlock]) -> None:
+    def take(self, blocks: Sequence[Block]) -> None:
         """Take gradients when they arrive, from now on."""
         for block in blocks:
             for partition in self._by_block[block]:
@@ -205,11 +202,11 @@ class GradTier:
         """Return whether the gradient of a parameter comes here when it arrives."""
         return leaf in self._partitions
 
-    def drop(self, blocks: Sequence[Block | HostBlock]) -> None:
+    def drop(self, blocks: Sequence[Block]) -> None:
         """Forget the latest blocks, of which no gradient was taken."""
         for block in blocks:
             del self._by_block[block]
-        self.cache.drop([block for block in blocks if isinstance(block, Block)])
+        self.cache.drop(blocks)
 
     def change(self, partition: Partition, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run an in-place operator on a partition. StateError: its stand-in is no longer the parameter's gradient."""
@@ -270,8 +267,7 @@ class GradTier:
         if not partition.is_valid:
             raise StateError(partition.block.name, "the present gradient", "one that was dropped")
         self.flush()
-        block = partition.block
-        with nullcontext() if isinstance(block, HostBlock) else self.cache.holding(block, in_order=False):
+        with self.cache.holding(partition.block, in_order=False):
             return partition.shaped().clone()
 
     def flush(self) -> None:
@@ -303,9 +299,6 @@ class GradTier:
         self._hooks.clear()
         if self._arrivals is not None:
             self._arrivals.close()
-        for block in self._by_block:
-            if isinstance(block, HostBlock):
-                block.close()
         self._open.clear()
         self._partitions.clear()
         self._by_block.clear()
@@ -328,10 +321,10 @@ class GradTier:
             self._arrivals.fill(partition.block, partition.shaped(), arrived, take_sums)
         partition.become_grad()
 
-    def _hold_open(self, block: Block | HostBlock) -> None:
+    def _hold_open(self, block: Block) -> None:
         if self._closed:
             raise ClosedError("the gradient tier")
-        if isinstance(block, HostBlock) or block in self._open:
+        if block.stays or block in self._open:
             return
         self._release_landed()
         self._spent.discard(block)

@@ -15,7 +15,8 @@ from functools import lru_cache
 from itertools import count, islice
 
 from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
-from nvme_offload.optim.state.visits import leaving, may_write, window_of
+from nvme_offload.offload.staging.mover import leaving
+from nvme_offload.optim.state.visits import may_write, window_of
 from nvme_offload.optim.step.schedule import (
     LOOK_AHEAD,
     Behind,

@@ -150,7 +150,7 @@ def check_buffers(optimizer, place, *, may_hold=False):
     owners = [(store.pipeline.pool, store.pipeline.residents)]
     for cache in (tier.cache for tier in (store.blocks.params, store.blocks.grads) if tier is not None):
         assert may_hold or not any(block.holds for block in cache.blocks), place
-        owners.append((cache._pool, cache.residents))
+        owners.append((cache.pool, cache.residents))
     for pool, residents in owners:
         assert pool.num_free + len(residents) == pool.num_buffers, place
         assert len({each.buffer.place for each in residents}) == len(residents), place

@@ -59,7 +59,7 @@ def learn(cache, *numbers):
 def empty_buffers(cache):
     """Everything is on the tier alone."""
     for block in list(cache.residents):
-        cache._give_up_buffer(block)
+        cache._evict(block)
 
 
 class Late:
@@ -150,7 +150,7 @@ def test_pressure_gives_the_wanted_block_one_buffer(make_cache):
     cache.synchronize()
     with_buffer = [block for block in blocks if block.buffer is not None]
     assert sorted(block.index for block in cache.residents) == [block.index for block in with_buffer]
-    assert cache._pool.num_free + len(with_buffer) == 3
+    assert cache.pool.num_free + len(with_buffer) == 3
 
 
 def test_added_blocks_do_not_take_the_buffers_of_reads_that_run_ahead(make_cache):

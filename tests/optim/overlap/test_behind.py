@@ -14,6 +14,8 @@ from tests.support.pairs import each_value_once
 from tests.support.sharded_model import GOES_ON, assert_same, full_state, whole
 from tests.support.tiers import PRECISIONS, loss_of, make, section, train_step
 
+StepJob = resolve_name("nvme_offload.optim.step.job:StepJob")
+
 LAYERS = 4
 
 
@@ -218,18 +220,18 @@ def test_a_reader_that_is_told_of_a_failed_write_leaves_nobody_waiting(alone, tm
     engine, twin = engine_and_twin(tmp_path)
     optimizer, store = engine.optimizer, engine.optimizer.store
     drive = Failing(store.tier, monkeypatch, Op.WRITE, first=len(store.slots))  # the last one
-    read, told = store.pipeline.read_into_free_buffers, []
+    read_first, told = StepJob._read_first, []
 
-    def after_a_reader(window, first):
+    def after_a_reader(job):
         """A reader comes before the first of these reads, and is told."""
-        while not told:
+        while job._store is store and not told:
             try:
                 store.pipeline.acquire([store.slots[0]], 0, for_change=False)
             except SwapIOError as error:
                 told.append(error)
-        return read(window, first)
+        read_first(job)
 
-    monkeypatch.setattr(store.pipeline, "read_into_free_buffers", after_a_reader)
+    monkeypatch.setattr(StepJob, "_read_first", after_a_reader)
     for one in (engine, twin):
         train_step(one, 1)
     store.worker.wait_until(lambda: store.worker.is_idle)

@@ -254,9 +254,9 @@ def drop_copies(cache):
         if not block.holds:
             while block.transfer:
                 cache._await_completion()
-                cache._settle_finished()
+                cache.settle_finished(report_writes=False)
             if block.buffer is not None:
-                cache._give_up_buffer(block)
+                cache._evict(block)
 
 
 def test_a_path_that_is_missing_leaves_the_others_empty(alone, tmp_path):
