@@ -114,25 +114,49 @@ def ends(run, done):
     return state
 
 
-@pytest.mark.parametrize("durable", [True, False], ids=["durable", ""])
-@pytest.mark.parametrize(
-    "kind", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("engine", marks=GOES_ON)]
-)
+TWINS = {}
+
+
+def twin_of(kind, path):
+    """How a run ends that nobody disturbs: each kind is trained once."""
+    if kind not in TWINS:
+        TWINS[kind] = ends(Run(path, "off", kind, durable=False), 0)
+    return TWINS[kind]
+
+
+def named_in(said):
+    named = [way for way in WAYS if re.search(way, said)]
+    assert {"finish_step", "step", "resume"} & set(re.findall(r"(\w+)\(", said)) <= set(re.findall(r"\w+", str(named)))
+    return named
+
+
 @pytest.mark.parametrize("state", [*MODES, "load", "found"])
+@pytest.mark.parametrize(
+    ("kind", "durable"),
+    [
+        pytest.param("bfloat16", True, id="bfloat16-durable"),
+        pytest.param("bfloat16", False, id="bfloat16"),
+        pytest.param("float32", True, id="float32-durable", marks=pytest.mark.slow),
+        pytest.param("engine", True, id="engine-durable", marks=GOES_ON),
+        pytest.param("engine", False, id="engine", marks=[GOES_ON, pytest.mark.slow]),
+    ],
+)
 def test_every_way_that_is_named_leads_on(alone, tmp_path, monkeypatch, eager, state, kind, durable):
     if not durable and state in ("guessed", "found"):
         pytest.skip("a state of durable runs")
-    expected = ends(Run(tmp_path / "twin", "off", kind, durable=False), 0)
+    expected = twin_of(kind, tmp_path / "twin")
     run, said = left(tmp_path / "first", state, kind, durable, monkeypatch)
-    named = [way for way in WAYS if re.search(way, said)]
-    assert {"finish_step", "step", "resume"} & set(re.findall(r"(\w+)\(", said)) <= set(re.findall(r"\w+", str(named)))
-    for number, way in enumerate(named):
+    ways = named_in(said)
+    assert ways
+    while ways:
+        way = ways.pop()
         with noted(f"{way} after {said}"):
-            run = run if not number else left(tmp_path / str(number), state, kind, durable, monkeypatch)[0]
             done, follow = WAYS[way]
             follow(run)
             assert_same(ends(run, done), expected)
-    assert named
+        if ways:  # the error may come to another call this time, in backward or in the step, and name other ways
+            run, said = left(tmp_path / str(len(ways)), state, kind, durable, monkeypatch)
+            ways = [way for way in ways if way in named_in(said)]
 
 
 def test_nobody_finishes_a_step_whose_parameters_were_overwritten(tmp_path, monkeypatch):
