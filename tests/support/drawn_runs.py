@@ -33,7 +33,8 @@ from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, sec
 from tests.support.views_out import end_all_but_the_latest, watch
 
 WIDTH, LAYERS, STEPS = 34, 4, 4
-AT_ONCE = 8  # cases that one start of the ranks goes through
+AT_ONCE = 9  # cases that one start of the ranks goes through
+ALIKE = 3  # cases that are compared with the same run in memory
 RULES = {str(case): {"type": case.name, "params": case.section_params} for case in CASES}
 RULES["Muon"] = {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}
 IN_FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 8}}
@@ -62,6 +63,8 @@ COLUMNS = {
 }
 IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
 IN_MEMORY |= {"ahead": 0, "every": 0}
+OF_THE_RUN = COLUMNS.keys() - IN_MEMORY.keys() - {"buffers", "aio"}
+"""What the run in memory has of a case."""
 
 
 def allowed(case):
@@ -85,6 +88,16 @@ def draw(chance, **fixed):
     while not allowed(case := {name: chance.choice(values) for name, values in COLUMNS.items()} | fixed):
         pass
     return case
+
+
+def draw_all(chance, number):
+    """Return so many cases; each run in memory serves some of them."""
+    cases = []
+    while len(cases) < number:
+        first = draw(chance)
+        alike = {name: first[name] for name in OF_THE_RUN}
+        cases += [first, *(draw(chance, **alike) for _ in range(ALIKE - 1))]
+    return cases[:number]
 
 
 class Adapted(Layer):
@@ -184,7 +197,7 @@ def check(rank, world_size, path, cases, mistake):
     """Return what differs in each case from the same run in memory; None where the section was refused."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = []
+    found, of_the_run, expected = [], None, None
     for number, case in enumerate(cases):
         try:
             folder = path / f"{number}"
@@ -193,7 +206,8 @@ def check(rank, world_size, path, cases, mistake):
         except ConfigError as refused:
             found.append(f"refused: {refused}")
             continue
-        expected = train(path, None, None, case | IN_MEMORY)
+        if of_the_run != (of_the_run := {name: case[name] for name in OF_THE_RUN}):
+            expected = train(path, None, None, case | IN_MEMORY)
         found.append(" ".join(key for key in expected if expected[key] != ours[key]))
     return found
 
@@ -223,7 +237,7 @@ def main(arguments=None):
     be_ready_to_fork()
     fork_here()  # ranks need not import everything once more
     chance = random.Random(given.seed)
-    cases = [given.case] if given.case else [draw(chance) for _ in range(given.runs)]
+    cases = [given.case] if given.case else draw_all(chance, given.runs)
     report = {"runs": 0, "refused": 0, "wrong": 0, "kills": 0}
     for ranks in (1, 2):
         alike = [case for case in cases if case["ranks"] == ranks]
