@@ -3,42 +3,49 @@
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 from nvme_offload.offload.storage import run_directory
 from nvme_offload.offload.storage.run_directory import PREFIX, RunDirectory, remove_leftovers
-from tests.support.forked import ROOT
+from tests.support.forked import FORKED
 from tests.support.threads import at_once
 
-HOLD = """
-import sys
-from pathlib import Path
-from nvme_offload.offload.storage.run_directory import RunDirectory
-directory = RunDirectory(Path(sys.argv[1]))
-(directory.path / "swap").write_bytes(bytes(1 << 20))
-print(directory.path, flush=True)
-sys.stdin.read()
-"""
+
+def hold(path, channel):
+    directory = RunDirectory(path)
+    (directory.path / "swap").write_bytes(bytes(1 << 20))
+    channel.send(directory.path)
+    channel.recv()
+
+
+def hold_with_a_child(path, channel):
+    directory = RunDirectory(path)
+    channel.send(directory.path)
+    if os.fork():
+        signal.pause()
+    directory.remove()
+    channel.send(directory.path.exists())
+    channel.recv()
+    os._exit(0)
 
 
 class Run:
     """A process that holds a run directory until it is told to end, or killed."""
 
-    def __init__(self, path, code=HOLD):
-        command = [sys.executable, "-c", code, str(path)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-        self.path = Path(self.process.stdout.readline().strip())
+    def __init__(self, path, hold=hold):
+        self.channel, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=hold, args=(path, theirs))
+        self.process.start()
+        self.path = self.channel.recv()
 
     def end(self):
-        self.process.communicate(timeout=60)
+        self.channel.send(None)
+        self.process.join(60)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.end()
+        self.process.kill()
+        self.process.join()
 
 
 def test_a_directory_of_its_own_for_each(tmp_path):
@@ -99,26 +106,12 @@ def test_a_run_that_died_before_its_lock_existed_is_removed_without_a_word(tmp_p
 
 
 def test_a_forked_child_neither_removes_the_directory_nor_keeps_it_alive(tmp_path):
-    code = HOLD.replace(
-        "sys.stdin.read()",
-        """
-import os, signal
-child = os.fork()
-if child == 0:
-    directory.remove()
-    print("child", directory.path.exists(), flush=True)
-    sys.stdin.read()
-    sys.exit(0)
-os.kill(os.getpid(), signal.SIGSTOP)
-""",
-    )
-    run = Run(tmp_path, code)
-    assert run.process.stdout.readline() == "child True\n"
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait(60)
+    run = Run(tmp_path, hold_with_a_child)
+    assert run.channel.recv() is True
+    run.kill()
     remove_leftovers(tmp_path)  # the forked child is alive, its parent is not
     assert not run.path.exists()
-    run.end()
+    run.channel.send(None)
 
 
 def test_what_only_looks_like_a_run_is_left_alone(tmp_path):
@@ -150,27 +143,32 @@ def test_locks_that_others_hold_on_the_folder_keep_nobody_waiting(tmp_path):
         os.close(folder)
 
 
+def make_and_remove(path, begin):
+    begin.wait()
+    for _ in range(400):
+        directory = RunDirectory(path)
+        assert (directory.path / "lock").exists()
+        remove_leftovers(path)
+        assert (directory.path / "lock").exists()
+        directory.remove()
+
+
+def look_for_the_dead(path, begin):
+    begin.wait()
+    for _ in range(400):
+        remove_leftovers(path)
+
+
 def test_directories_that_are_taken_away_before_they_are_locked_are_made_again(tmp_path):
     """Two processes make and remove directories, a third looks for dead runs all the time."""
-    code = """
-import sys
-from pathlib import Path
-from nvme_offload.offload.storage.run_directory import RunDirectory, remove_leftovers
-path, role = Path(sys.argv[1]), sys.argv[2]
-print(role, flush=True)
-for _ in range(400):
-    if role == "remove":
-        remove_leftovers(path)
-        continue
-    directory = RunDirectory(path)
-    assert (directory.path / "lock").exists()
-    remove_leftovers(path)
-    assert (directory.path / "lock").exists()
-    directory.remove()
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    children = [subprocess.Popen([*command, role], cwd=ROOT) for role in ("make", "make", "remove")]
-    assert [child.wait(120) for child in children] == [0, 0, 0]
+    begin = FORKED.Barrier(3)
+    roles = (make_and_remove, make_and_remove, look_for_the_dead)
+    children = [FORKED.Process(target=role, args=(tmp_path, begin)) for role in roles]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
 
 

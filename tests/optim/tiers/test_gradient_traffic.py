@@ -28,7 +28,7 @@ def step_of(engine, seed):
     engine.optimizer.synchronize()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @on_ranks(2)
 def test_no_gradient_byte_reaches_nvme(rank, world_size, tmp_path, dtype):
     with initialize(model(), section(tmp_path, state="nvme") | {"gradient_accumulation_dtype": dtype}) as engine:

@@ -49,6 +49,15 @@ def _forked():
         yield
 
 
+@pytest.fixture
+def tried(monkeypatch):
+    """Folders in which a run would be tried; nothing is wrong there."""
+    folders = []
+    good = TrialSeen(alignment=(512, 512), num_cached=0, written_bytes=8, reached_bytes=8, moved=False)
+    monkeypatch.setattr(paths, "try_folder", lambda path, *_: folders.append(path) or good)
+    return folders
+
+
 def section_of(path=None, *, engine="auto", **aio):
     offload = {"device": "nvme", "nvme_path": str(path), "staging_budget": "16MiB"} if path else {}
     return {"zero_optimization": {"offload_optimizer": offload}, "aio": {"engine": engine, **aio}}
@@ -176,7 +185,7 @@ class TestConfiguration:
         assert found["section"]["found"].startswith("aio.thread_count = 4")
         assert found["left out"]["found"].startswith("gradient_clipping: DeepSpeed clips at 1.0")
 
-    def test_the_folders_of_all_tiers_are_examined(self, tmp_path):
+    def test_the_folders_of_all_tiers_are_examined(self, tmp_path, tried):
         places = [tmp_path / name for name in ("state", "halves", "gradients", "inputs")]
         for place in places:
             place.mkdir()
@@ -186,6 +195,7 @@ class TestConfiguration:
         section["activations"] = inputs
         document = examine("--config", write_config(tmp_path / "c.json", section))
         assert {f"Path {place}" for place in places} <= {group["title"] for group in document["groups"]}
+        assert set(tried) == set(places)
         for key, place in (("zero_optimization", places[1]), ("activations", places[3])):
             tiers.pop("offload_optimizer", None)
             written = write_config(tmp_path / "c.json", {"bf16": section["bf16"], key: section[key]})
@@ -246,12 +256,13 @@ trial.trial(iter([site]), lambda kind, seen: print(json.dumps(asdict(seen))))
         (failure,) = json.loads(done.stdout)["failures"].values()
         assert said in failure
 
-    def test_two_on_one_drive(self, tmp_path, monkeypatch):
+    def test_two_on_one_drive(self, tmp_path, monkeypatch, tried):
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         disk = machine.Drive("nvme0n1", None, (), False, "none", 1023, 1280)
         monkeypatch.setattr(paths, "drive_of", lambda path: disk)
         finding = findings_of(examine(tmp_path / "a", tmp_path / "b", tmp_path / "a"), "All paths")["paths"]
+        assert tried == [tmp_path / "a", tmp_path / "b"]
         assert finding["level"] == "note"
         assert finding["found"] == f"{tmp_path}/a, {tmp_path}/b are on the same drive, nvme0n1"
 

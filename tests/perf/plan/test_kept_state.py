@@ -26,7 +26,8 @@ def job_of(section, numels):
 
 
 @pytest.mark.parametrize(
-    ("period", "host_budget"), [(1, None), (3, None), (3, "60MiB"), pytest.param(4, None, marks=pytest.mark.slow)]
+    ("period", "host_budget"),
+    [(1, None), (3, "60MiB"), *(pytest.param(period, None, marks=pytest.mark.slow) for period in (3, 4))],
 )
 def test_the_bytes_of_a_plan_are_those_of_the_run(tmp_path, period, host_budget):
     made = durable_section(tmp_path, "run", rewrite_every=period, host_budget=host_budget, buffers=2)

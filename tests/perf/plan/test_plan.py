@@ -26,6 +26,7 @@ from nvme_offload.perf.plan.placing import LIBRARIES_BYTES, Job
 from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
 from tests.perf.documents import write_bench
+from tests.support.pairs import each_value_once
 
 TOKENS, WARM_UP_STEPS, COUNTED_STEPS = 16, 1, 1
 MACHINE = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=100 * GiB, flops=1e11)
@@ -624,12 +625,15 @@ def test_a_matrix_that_its_rule_needs_whole_and_no_staging_buffer_holds_is_named
 AUTOCAST = {**NO_BF16, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize("keep", ["boundaries", "attention", "all"])
-@pytest.mark.parametrize("budget", [1 * GiB, "auto"])
-@pytest.mark.parametrize(("dtype", "between", "inside"), [({}, 2, 34), (NO_BF16, 4, 66), (AUTOCAST, 4, 34)])
-def test_activations_on_the_drive_are_counted(keep, budget, dtype, between, inside):
+SIZES_IN = [({}, 2, 34), (NO_BF16, 4, 66), (AUTOCAST, 4, 34)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "budget", "sizes"), each_value_once(["boundaries", "attention", "all"], [1 * GiB, "auto"], SIZES_IN)
+)
+def test_activations_on_the_drive_are_counted(keep, budget, sizes):
     """What is kept of a forward is in memory within the budget, and beyond it moves once each way."""
-    shape = ModelShape.of_numbers(int(1e9), 20, 2048)
+    shape, (dtype, between, inside) = ModelShape.of_numbers(int(1e9), 20, 2048), sizes
     per_token = {"boundaries": between * 2048, "attention": 2 * between * 2048, "all": inside * 2048}[keep]
     machine = Machine(host_memory=16 * GiB, drives=Drives.of_rates(2e9, 1e9), capacity=500 * GiB, flops=1e12)
     predictions = []
