@@ -1,4 +1,4 @@
-"""Ctrl-C while a finalizer runs comes out of the program, behind the finalizer."""
+"""Ctrl-C while a finalizer runs, or in who waits for threads that make calls: nobody waits for ever."""
 
 import os
 import signal
@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.aio_native.starting import start
-from tests.support.interrupts import every, send_sigint
+from nvme_offload.aio_native.starting import ThreadPool, start
+from tests.support.interrupts import STRIKES, every, send_sigint, struck
 
 
 class Owner:
@@ -100,3 +101,28 @@ def test_a_thread_has_signals_blocked_from_its_beginning():
     start(thread)
     thread.join()
     assert signal.SIGINT in masks[0]
+
+
+@STRIKES
+@pytest.mark.timeout(60)
+def test_whoever_is_interrupted_waits_for_nobody(strike):
+    found = []
+
+    def use():
+        with closing(ThreadPool(2, "of this test")) as threads:
+            pending = [threads.submit(found.append, number) for number in range(3)]
+            for each in pending:
+                each.result()
+
+    for interrupt in every(1, strike):
+        found.clear()
+        if struck(interrupt, use) is None:
+            assert sorted(found) == [0, 1, 2], interrupt.place
+
+
+def test_an_error_is_raised_as_often_as_it_is_asked_for():
+    with closing(ThreadPool(1, "of this test")) as threads:
+        failing = threads.submit(int, "none")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="none"):
+                failing.result()

@@ -14,6 +14,7 @@ from nvme_offload import ConfigError, OffloadConfig
 from nvme_offload.deepspeed.loss_scale import DynamicLossScaler
 from nvme_offload.deepspeed.schedules import schedule_of
 from tests.support.build import section
+from tests.support.pairs import each_value_once
 
 FIGURES = json.loads(Path(__file__).with_name("deepspeed_figures.json").read_text())
 
@@ -34,8 +35,7 @@ def test_rates_are_deepspeeds_before_every_step(figures):
         schedule.step()
 
 
-@pytest.mark.parametrize("number", [3, 12, 26, 29, 31])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("number", "stage"), each_value_once([3, 12, 26, 29, 31], [0, 1, 2, 3]))
 def test_an_engine_trains_with_them_and_goes_on_with_them(alone, tmp_path, stage, number):
     figures, batch = FIGURES["schedules"][number], torch.ones(1, 2)
     config = {**section(tmp_path, stage=stage, adamw={"lr": 0.5}), "scheduler": figures}
@@ -63,6 +63,40 @@ def test_loss_scales_are_deepspeeds_before_every_step(figures):
     for event, scale in zip(figures["overflows"], figures["scales"], strict=True):
         assert scaler.cur_scale == scale
         scaler.update(found_inf=event == "x")
+
+
+def rates_of(lr, steps, kind, **params):
+    optimizer, scheduler, rates = {"type": "SGD", "params": {"lr": lr}}, {"type": kind, "params": params}, []
+    with nvme_offload.initialize(nn.Linear(1, 1), {"optimizer": optimizer, "scheduler": scheduler}) as engine:
+        for _ in range(steps):
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            engine.optimizer.step()
+            engine.lr_scheduler.step()
+    return rates
+
+
+OF_SECTIONS = [
+    each
+    for each in FIGURES["schedules"]
+    if isinstance(each["params"].get("warmup_max_lr", each["params"].get("warmup_min_ratio")), float)
+]
+
+
+@pytest.mark.parametrize("figures", OF_SECTIONS, ids=lambda figures: f"{figures['type']}-{len(figures['rates'])}")
+def test_rates_of_initialize_are_deepspeeds_of_the_step_that_follows(alone, figures):
+    """Without `warmup_max_lr` those of WarmupLR go up to the optimizer's own."""
+    kind, params, expected = figures["type"], figures["params"], [first for first, _ in figures["rates"][1:]]
+    assert rates_of(0.5, len(expected), kind, **params) == pytest.approx(expected, rel=1e-8)
+    if kind == "WarmupLR":
+        less = {name: value for name, value in params.items() if name != "warmup_max_lr"}
+        assert rates_of(params["warmup_max_lr"], len(expected), kind, **less) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("linear", 1), ("log", 0)])
+def test_a_warmup_of_hardly_a_step_and_a_learning_rate_of_zero_are_no_trouble(alone, kind, steps):
+    half = 0.5 if kind == "linear" else 1.0  # less than two steps count as two, as in DeepSpeed
+    assert rates_of(1.0, 3, "WarmupLR", warmup_num_steps=steps, warmup_type=kind) == [0, half, 1]
+    assert rates_of(0.0, 3, "WarmupLR", warmup_num_steps=1, warmup_type=kind) == [0, 0, 0]
 
 
 def test_initialize_counts_as_torch_and_the_door_as_deepspeed(alone, tmp_path):

@@ -227,11 +227,12 @@ def test_what_the_metadata_of_a_stock_checkpoint_refers_to(tmp_path):
         assert private.storage_info(*private.storage_place(info)) == info
 
 
-def look_at_one_rank(mesh):
+def test_one_rank_computes_on_its_shards(alone):
     """In the shard's dtype nothing is copied; where a cast is due it is the parameter that is. Gradients never are."""
+    be_alone()
     for dtype, is_copied in ((None, False), (torch.bfloat16, True)):
         module, seen = torch.nn.Linear(3, 2, bias=False), []
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False))
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False))
         compute_on_shards(module)
         param, inputs = module.weight, torch.ones(1, 3, dtype=dtype)
         module.register_forward_hook(lambda module, *_, seen=seen: seen.append(module.weight))
@@ -256,11 +257,12 @@ def look_at_one_rank(mesh):
         assert torch.equal(param.grad.full_tensor(), torch.full((2, 3), 2.0))
 
 
-def look_at_backwards_left(mesh):
+def test_a_forward_is_counted_until_its_backward_comes(alone):
+    be_alone()
     used_twice = torch.nn.Linear(3, 3, bias=False)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), used_twice, torch.nn.Tanh(), used_twice)
     for module in (used_twice, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module)
     left = []
     note = partial(private.num_backwards_left, used_twice)
     used_twice.weight.register_post_accumulate_grad_hook(lambda param: left.append(note()))
@@ -331,11 +333,6 @@ def test_guard_shards_and_take_the_place_of(alone):
     assert [*map(id, private.shards_of(layer.parameters()))] == [id(shard)]
 
 
-def test_a_forward_is_counted_until_its_backward_comes(alone):
-    be_alone()
-    look_at_backwards_left(init_device_mesh("cpu", (1,)))
-
-
 def test_hook_outputs(alone):
     """Each tensor is hooked once, whoever finds it; modules that are gathered together have one state."""
     be_alone()
@@ -346,11 +343,6 @@ def test_hook_outputs(alone):
         hook_outputs(module, lambda output: [*output, hidden])
     modules[0]._get_fsdp_state()._register_pre_backward_hook([known])
     assert len(known._backward_hooks) == len(hidden._backward_hooks) == 1
-
-
-def test_one_rank_computes_on_its_shards(alone):
-    be_alone()
-    look_at_one_rank(init_device_mesh("cpu", (1,)))
 
 
 def test_local_tensor_of_a_plain_tensor_is_itself():

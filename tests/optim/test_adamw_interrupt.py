@@ -66,6 +66,8 @@ def test_the_step_stops_between_subgroups_and_can_be_finished(make_adamw, interr
         with pytest.raises(StateError, match=rf"stopped after {number} of {num_subgroups}.*finish_step\(\)"):
             refused()
     optimizer.synchronize()
+    if number > 1:
+        optimizer.zero_grad()  # the tensors themselves are as they were, and the step keeps them
     optimizer.finish_step()
     assert_same_training(optimizer, uninterrupted)
     with pytest.raises(StateError, match="no such step"):
@@ -143,19 +145,6 @@ def test_changed_gradients_cannot_finish_it_and_a_load_recovers(make_adamw, inte
     assert_same_bits(snapshot(optimizer), checkpoint)
     with pytest.raises(StateError, match="no such step"):
         optimizer.finish_step()
-
-
-def test_gradients_that_were_dropped_are_still_known(make_adamw, interrupt_after):
-    """``zero_grad()`` sets ``p.grad`` to None: the tensors themselves are as they were, and the step keeps them."""
-    _, uninterrupted = started(make_adamw, "cpu")
-    uninterrupted.step()
-    _, optimizer = started(make_adamw)
-    interrupt_after(2)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.finish_step()
-    assert_same_training(optimizer, uninterrupted)
 
 
 def test_a_checkpoint_can_be_loaded_while_subgroups_without_state_hold_every_buffer(make_adamw, monkeypatch):

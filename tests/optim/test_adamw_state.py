@@ -148,15 +148,6 @@ def test_counts_that_fp32_would_round_survive_wherever_a_state_goes(make_adamw):
     assert int(get_full_optimizer_state(params[0], "step")) == many + 2
 
 
-def test_groups_saved_without_an_option_get_its_default(make_adamw):
-    params, optimizer = trained(make_adamw)
-    state = optimizer.state_dict()
-    del state["param_groups"][0]["maximize"]
-    optimizer.load_state_dict(state)
-    take_steps(optimizer, params, 5)
-    assert optimizer.param_groups[0]["maximize"] is False
-
-
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 class TestEntries:
     """``optimizer.state[p]``: there from construction on, read and set through the tier."""

@@ -145,21 +145,18 @@ def test_many_segments_in_one_call_and_none_without_a_gradient():
     assert pool.update([]) == []
 
 
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
-@pytest.mark.parametrize("numel", NUMELS)
-def test_square_sums_depend_on_nothing_but_the_gradient(numel, grad_dtype):
-    grad = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(grad_dtype)
-    exact = math.fsum(x * x for x in grad.double().tolist())
-    sums = [pool.tile_sq_sums(grad) for pool in POOLS]
-    assert all(same_bits(each, sums[0]) for each in sums)
-    assert len(sums[0]) == num_tiles(numel)
-    assert kernels.ordered_sum(sums[0]) == pytest.approx(exact, rel=1e-12)
-
-
-def test_square_sums_of_several_gradients_are_those_of_each():
-    grads = [torch.randn(numel).to(dtype) for numel in (1, TILE_NUMEL, TILE_NUMEL + 1, 37) for dtype in GRAD_DTYPES]
-    for pool in POOLS:
-        assert same_bits(pool.tile_sq_sums(*grads), torch.cat([pool.tile_sq_sums(grad) for grad in grads]))
+def test_square_sums_depend_on_nothing_but_the_gradient():
+    """Those of several gradients are those of each."""
+    grads, all_sums = [], []
+    for numel, dtype in SIZES:
+        grads.append((torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype))
+        sums = [pool.tile_sq_sums(grads[-1]) for pool in POOLS]
+        assert all(same_bits(each, sums[0]) for each in sums), (numel, dtype)
+        assert len(sums[0]) == num_tiles(numel)
+        exact = math.fsum((grads[-1].double() ** 2).tolist())
+        assert kernels.ordered_sum(sums[0]) == pytest.approx(exact, rel=1e-12)
+        all_sums.append(sums[0])
+    assert all(same_bits(pool.tile_sq_sums(*grads), torch.cat(all_sums)) for pool in POOLS)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e-42])
@@ -240,18 +237,6 @@ def test_threads_start_late_block_signals_and_end_with_the_pool():
     wait_until_none_is_left(tasks)
 
 
-def exit_code_of_child(pid: int) -> int:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    pytest.fail("the forked child hangs in the pool")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads is what this is about
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_forked_child_can_use_and_drop_the_pool(busy):
@@ -264,7 +249,7 @@ def test_a_forked_child_can_use_and_drop_the_pool(busy):
         while not stop.is_set():
             pool.tile_checksums(tensor)
 
-    background = threading.Thread(target=keep_pool_busy)
+    background = threading.Thread(target=keep_pool_busy, daemon=True)
     if busy:
         background.start()
     codes = []
@@ -274,7 +259,7 @@ def test_a_forked_child_can_use_and_drop_the_pool(busy):
             right = pool.num_workers == 0 and pool.tile_checksums(tensor).tolist() == expected
             del pool
             os._exit(0 if right else 1)
-        codes.append(exit_code_of_child(pid))
+        codes.append(os.waitpid(pid, 0)[1])
     stop.set()
     if busy:
         background.join()
@@ -411,7 +396,7 @@ def edges_and_samples(num_samples: int) -> np.ndarray:
 
 
 @pools
-def test_halves_are_those_of_the_twin(pool):
+def test_halves_are_those_of_the_twin_and_the_upper_one_is_torchs_bf16_except_for_ties(pool):
     values = edges_and_samples(1_000_003)
     hi, lo = pool.split(torch.from_numpy(values))
     expected_hi, expected_lo = split_reference(values)
@@ -419,6 +404,10 @@ def test_halves_are_those_of_the_twin(pool):
     np.testing.assert_array_equal(lo.numpy(), expected_lo)
     joined = pool.join(hi, lo).numpy()
     np.testing.assert_array_equal(joined.view(np.uint32), join_reference(expected_hi, expected_lo).view(np.uint32))
+    whole, tie = torch.from_numpy(values), lo.view(torch.int16) == -0x8000
+    plain = ~tie & ~whole.isnan()
+    assert torch.equal(hi[plain], whole.bfloat16()[plain])
+    assert bool((hi[tie].double().abs() > whole[tie].double().abs()).all())
 
 
 @pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.slow)])
@@ -441,16 +430,6 @@ def test_every_fp32_number_comes_back(stride):
         assert bool(joined[infinities:].isnan().all())
         assert bool(hi[infinities:].isnan().all())
         assert not lo.view(torch.int16).any()
-
-
-@pools
-def test_upper_half_is_the_bf16_of_torch_except_for_ties(pool):
-    values = torch.from_numpy(edges_and_samples(1_000_003))
-    values = values[~values.isnan()]
-    hi, lo = pool.split(values)
-    tie = lo.view(torch.int16) == -0x8000
-    assert torch.equal(hi[~tie], values.bfloat16()[~tie])
-    assert bool((hi[tie].double().abs() > values[tie].double().abs()).all())
 
 
 @pools

@@ -1,6 +1,11 @@
-"""Memory by formula: of steps, of blocks on their tiers, of a budget. Each is measured in a process of its own."""
+"""The memory that a training takes; and with little of it left, or few descriptors, its bits or one error in words."""
 
 import gc
+import os
+import re
+import resource
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +13,8 @@ import torch
 from nvme_offload import initialize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.sections import layered_model
+from tests.support.file_systems import live, trained
+from tests.support.killed_steps import be_ready_to_fork
 from tests.support.training import returned_in_child
 
 SLACK = 24 << 20
@@ -106,3 +113,49 @@ def test_the_peak_in_backward_is_that_of_the_plain_order(tmp_path, mode):
     assert ours["staging"] == plain["staging"]
     assert 2 * ours["numel"] > 40 << 20, "the gradients of the step before would show"
     assert ours["peak"] <= plain["peak"] + (12 << 20), (ours, plain)
+
+
+MIB = 1 << 20
+
+
+def address_space(more):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return resource.RLIMIT_AS, pages * resource.getpagesize() + more * MIB
+
+
+def descriptors(more):
+    return resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) - 1 + more
+
+
+LIMITS = {
+    "address space": (
+        address_space,
+        [1, 8, 16, 24, 40, 64, 96, 128, 192, 512, 2048],
+        "MemoryError|SwapIOError|EngineUnavailable|can't start new thread; raise what limits threads",
+    ),
+    "descriptors": (descriptors, [0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 64], "EMFILE|Too many open files"),
+}
+
+
+def outcomes(name, stride, folder):
+    """Return what came of a run with every so many-th limit, and of one in memory without any."""
+    be_ready_to_fork()
+    limit, values, _ = LIMITS[name]
+    values = values[:: int(stride)]
+
+    def limited(more):
+        kind, value = limit(more)
+        resource.setrlimit(kind, (value, value))
+        return trained(Path(folder), f"run-{more}")[0]
+
+    return {"expected": live(partial(trained, None, None))[0]} | {more: live(partial(limited, more)) for more in values}
+
+
+@pytest.mark.parametrize("stride", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_run_with_little_left_has_its_bits_or_says_what_is_missing(name, stride, tmp_path):
+    found = returned_in_child(outcomes, name, stride, tmp_path)
+    expected = found.pop("expected")
+    wrong = {more: said for more, said in found.items() if said != expected and not re.search(LIMITS[name][2], said)}
+    assert not wrong
+    assert expected in found.values()

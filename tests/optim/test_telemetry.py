@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: an iteration and what limited it, scalars for monitors, the record of a run."""
+"""What an optimizer says of itself: an iteration and its limit, scalars, the record of a run, traces and profiles."""
 
 import json
 import logging
@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from nvme_offload import OffloadAdamW, Span, initialize
+from nvme_offload import OffloadAdamW, Span, initialize, write_trace
 from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
 from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter
+from nvme_offload.optim.telemetry.trace import TRACKS, trace_events
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
 
 SECOND = 1_000_000_000
@@ -338,3 +341,73 @@ def test_a_forked_child_writes_nothing(tmp_path, always):
     assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / "run.jsonl").read_bytes() == before
     optimizer.close()
+
+
+SPANS = [
+    Span("forward", -1, 1_000, 5_000),
+    Span("wait", -1, 2_000, 3_000),
+    Span("backward", -1, 5_000, 9_000),
+    Span("step", -1, 9_000, 12_000),
+    Span("norm", -1, 9_000, 10_000),
+    Span("compute", 3, 10_500, 11_000),
+    Span("read", 4, 8_000, 11_500),
+    Span("read", 5, 8_500, 12_500),
+    Span("read", 6, 11_500, 13_000),
+    Span("write", 3, 11_000, 14_000),
+]
+
+
+def assert_nested(events):
+    """Within a track, any two spans are apart or one is inside the other."""
+    for number in {event["tid"] for event in events}:
+        ends = []
+        for event in sorted(
+            (e for e in events if e["tid"] == number and e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])
+        ):
+            while ends and ends[-1] <= event["ts"] + 1e-9:
+                ends.pop()
+            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1e-6, event
+            ends.append(event["ts"] + event["dur"])
+
+
+def test_the_trace_event_format(tmp_path):
+    write_trace(SPANS, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == ["training", "updates", "drive reads", "drive reads", "drive writes"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(SPANS)
+    for event in spans:
+        assert {"name", "cat", "pid", "tid", "ts", "dur"} <= event.keys()
+        assert event["cat"] in TRACKS[names[event["tid"]]]
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    [update] = [event for event in spans if event["cat"] == "compute"]
+    assert (update["name"], update["ts"], update["dur"]) == ("update 3", pytest.approx(9.5), pytest.approx(0.5))
+    assert_nested(events)
+
+
+def test_nothing_is_an_empty_trace():
+    assert trace_events([]) == []
+
+
+def test_many_overlapping_transfers_get_no_more_tracks_than_run_at_a_time():
+    events = trace_events([Span("read", number, number * 10, number * 10 + 35) for number in range(50)])
+    assert len({event["tid"] for event in events}) == 4
+    assert_nested(events)
+    by_track = [event["ts"] for event in events if event["ph"] == "X" and event["tid"] == 1]
+    assert all(later - earlier >= 0.035 - 1e-9 for earlier, later in pairwise(by_track))
+
+
+def test_the_parts_of_a_step_are_named(alone, tmp_path):
+    section = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "bf16": {"enabled": True},
+        "overlap_step": "off",  # a profile is of the threads that it was begun in
+    }
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with initialize(model, section) as engine, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        engine.backward(engine(torch.ones(2, 64)).float().sum())
+        engine.step()
+    names = {event.key for event in profiled.key_averages() if event.key.startswith("nvme_offload: ")}
+    assert names == {f"nvme_offload: {part}" for part in ("gather", "norm", "read", "update", "write")}

@@ -207,11 +207,6 @@ def test_the_warning_is_said_once(recwarn):
     assert len(recwarn) == 1
 
 
-def test_null_is_an_absent_section():
-    data = {"aio": None, "zero_optimization": {"offload_optimizer": None}}
-    assert OffloadConfig.from_dict(data) == OffloadConfig()
-
-
 def test_paths_are_a_tuple_and_know_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     for paths in (["~/a", "/b"], ("~/a", "/b"), [Path("~/a"), Path("/b")]):

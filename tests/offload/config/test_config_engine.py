@@ -124,22 +124,11 @@ def test_autocast_dtypes_too(spelling, name):
     assert config.compute_dtype == "fp32"
 
 
-def test_one_accumulation_dtype_in_two_places():
-    data = {"gradient_accumulation_dtype": "fp32", **data_types(grad_accum_dtype="fp32")}
-    assert OffloadConfig.from_dict(data).gradient_accumulation_dtype == "fp32"
-    assert OffloadConfig.from_dict({"data_types": None}) == OffloadConfig.from_dict(data_types()) == OffloadConfig()
-
-
 @pytest.mark.parametrize("switch", [True, 1, "true", "On"])
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer": {"type": "Adam"}}, adam(lr=1e-4)])
 def test_deepspeeds_switch_of_the_moments_dtype(switch, optimizer):
     config = OffloadConfig.from_dict({"bf16": {"enabled": True, "bf16_optimizer_states": switch}, **optimizer})
     assert config.optimizer.hyperparameters["state_dtype"] == "bf16"
-
-
-def test_bfloat16_is_the_old_spelling_of_bf16():
-    for data in ({"bfloat16": {"enabled": True}}, {**BF16, "bfloat16": {"enabled": True}}):
-        assert OffloadConfig.from_dict(data).compute_dtype == "bf16"
 
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -252,7 +241,3 @@ def test_toml_of_the_thread_loads_with_one_warning(tmp_path):
     path.write_text(THREAD_TOML.replace("# [", "[").replace("# enabled", "enabled"))
     with pytest.raises(ConfigError, match=r"train\.toml, in deepspeed: torch_autocast\.enabled = true: bf16\.enabled"):
         OffloadConfig.from_file(path)
-
-
-def test_wrapped_and_bare_sections_are_the_same():
-    assert OffloadConfig.from_dict({"deepspeed": BF16}) == OffloadConfig.from_dict(BF16)

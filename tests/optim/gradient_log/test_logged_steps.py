@@ -2,16 +2,19 @@
 
 import contextlib
 import warnings
+from itertools import count
 
 import pytest
 import torch
 
 from nvme_offload import ConfigWarning, CorruptionError, OffloadAdamW, ResumeError
 from tests.support.failing_drive import Failing, Op, flip_bit
+from tests.support.interrupts import STRIKES, Interrupt, every, raise_struck, strided, struck
 from tests.support.killed_steps import durable_section
 from tests.support.logged_pair import ADAMW
 from tests.support.rules import CASES, IN_BF16
-from tests.support.training import BLOCK, assert_same_bits, params_of, section, set_grads, snapshot, take_steps
+from tests.support.tiers import check_buffers, goes_on
+from tests.support.training import BLOCK, assert_same_bits, noted, params_of, section, set_grads, snapshot, take_steps
 
 
 def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
@@ -31,8 +34,12 @@ def test_what_would_be_the_longest_to_read_stays_in_the_buffers(drive):
         assert sum(map(bool, others)) <= 2, others
 
 
-OTHERS = [(case, 3, {}) for case in CASES if case.rule.kernel and case is not ADAMW]
-OTHERS += [(ADAMW, 3, {"host_budget": "9MiB"}), (ADAMW, 3, {"checksums": True})]
+OTHERS = [(ADAMW, 3, {"host_budget": "9MiB"}), (ADAMW, 3, {"checksums": True})]
+OTHERS += [
+    pytest.param(case, 3, {}, marks=pytest.mark.slow)  # test_replay.py has the bits of each rule
+    for case in CASES
+    if case.rule.kernel and case is not ADAMW
+]
 
 
 @pytest.mark.parametrize(
@@ -219,3 +226,64 @@ def test_a_run_goes_on_with_the_period_that_it_began_with(drive):
     optimizer = OffloadAdamW(params, offload=durable_section(drive, "run", rewrite_every=2))
     with optimizer, pytest.raises(ResumeError, match="rewrite_every: 3 was committed, 2 is here"):
         optimizer.resume()
+
+
+@pytest.fixture
+def pair(pairs):
+    pair = pairs(ADAMW, 3, seed=2, dtypes=(torch.bfloat16,), shapes=[(BLOCK,)] * 7, buffers=4)
+    pair.plain_step()
+    return pair
+
+
+@STRIKES
+@strided(1597)
+def test_a_step_that_is_cut_short_is_finished_and_logged_once(pair, strike, stride):
+    optimizer = pair.logged
+
+    def step(interrupt):
+        before = optimizer.stats().steps
+        struck(interrupt, optimizer.step)
+        if not goes_on(optimizer, before):  # struck in the kernel, of which nobody knows how far it got
+            pair.load()
+
+    for interrupt in every(stride, strike):
+        pair.plain_step(by=lambda at=interrupt: step(at))
+        check(pair, interrupt)
+
+
+@strided(1597)
+@pytest.mark.parametrize("read", ["state_dict", "synchronize"])
+def test_a_reader_that_is_cut_short_changes_nothing(pair, read, stride):
+    for interrupt in every(stride, raise_struck):
+        pair.plain_step()
+        struck(interrupt, getattr(pair.logged, read))
+        pair.plain_step()
+        check(pair, interrupt)
+
+
+def test_a_log_is_not_done_twice_by_who_reads_again(pair):
+    """Struck when the kernel has done it, and nobody has noted that."""
+    for number in count():
+        pair.plain_step()
+        interrupt = Interrupt(after_the_kernel(number), raise_struck)
+        struck(interrupt, pair.logged.state_dict)
+        if not interrupt.place:
+            break
+        check(pair, interrupt)
+    assert number > 1, "subgroups"
+
+
+def after_the_kernel(number):
+    """Say of a point whether the kernel has just updated a subgroup, after so many others."""
+    passed = count()
+    return lambda point: (
+        point.code.co_qualname == "KernelPool.update" and "CALL" in point.opcode and next(passed) == number
+    )
+
+
+def check(pair, interrupt):
+    """The bits are those of the other training, and each buffer is free or has one owner."""
+    with noted(f"struck at {interrupt.place}"):
+        pair.check()
+    check_buffers(pair.logged, interrupt.place)
+    pair.logged.synchronize()

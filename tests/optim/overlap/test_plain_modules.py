@@ -136,8 +136,9 @@ def test_a_copy_of_the_model_waits_for_nobody(tmp_path):
     optimizer.close()
 
 
-def test_a_graph_from_before_the_step_is_refused_at_once(tmp_path):
-    model, optimizer = make(tmp_path, "forward")
+@pytest.mark.parametrize("mode", ["off", "forward"])
+def test_a_graph_from_before_the_step_is_refused_at_once(tmp_path, mode):
+    model, optimizer = make(tmp_path, mode)
     with optimizer:
         old = loss_of(model, 0)
         loss_of(model, 1).backward()

@@ -4,7 +4,9 @@ A new optimizer comes under all of these tests with a line in `tests.support.rul
 """
 
 import inspect
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -254,3 +256,25 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     for name, optimizer in list(zip(NAMES, optimizers, strict=True))[1:]:
         with fresh_engine("fp32", **optimizer) as engine, pytest.raises(ValueError, match=f"this run has {name}"):
             engine.load_checkpoint(tmp_path)
+
+
+@every_case
+def test_every_scalar_is_an_fp32_number(case):
+    for step in (1, 2, 1000):
+        scalars = case.rule.scalars(case.settings, step)
+        assert list(scalars) == [float(np.float32(value)) for value in scalars]
+
+
+def test_scalars_of_adamw_are_rounded_once():
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    scalars = NAMES["AdamW"].rule.scalars(group, 3)
+    assert scalars.decay == np.float32(1 - 1e-3 * 0.1)
+    assert scalars.beta1_complement == np.float32(1 - 0.9)
+    assert scalars.beta2_complement == np.float32(1 - 0.95)
+    assert scalars.step_size == np.float32(1e-3 / (1 - 0.9**3))
+    assert scalars.bias_correction2_sqrt == np.float32(math.sqrt(1 - 0.95**3))
+
+
+def test_the_first_step_is_one():
+    with pytest.raises(ValueError, match="step is 0"):
+        NAMES["AdamW"].rule.scalars(NAMES["AdamW"].settings, 0)

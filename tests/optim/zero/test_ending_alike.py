@@ -1,4 +1,4 @@
-"""What fails on one rank in `initialize` or in `resume` fails on all, with the rank, the host and the place."""
+"""What fails on one rank fails on all, with the rank, the host and the place; and ranks end cleanly without a close."""
 
 import socket
 
@@ -10,6 +10,7 @@ from torch import nn
 from nvme_offload import ConfigError, ResumeError, SwapIOError, initialize
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.small_engine import section
+from tests.support.training import run_child
 
 ON_RANK_1 = [f"on rank 1, host {socket.gethostname()}"]
 
@@ -107,3 +108,70 @@ def test_ranks_in_another_order_are_refused_with_the_place_of_each_directory(tmp
         assert f"that of rank {drive} is in {folder} on host {socket.gethostname()}, where rank {looks} looks" in first
     assert f"Start ranks 0, 1, 2 on host {socket.gethostname()}" in first
     assert run_ranks(in_their_own, 3, tmp_path) == [2, 2, 2], "nothing has changed"
+
+
+ROUNDS, MODES = 50, ("hidden", "durable", "background", "watched", "background and watched")
+
+ENDS = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from tests.support.tiers import make, section, train_step
+
+folder, rounds, modes = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+torch.set_num_threads(1)
+
+
+def rank_of(number):
+    for rank in range(2):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+            store = dist.FileStore(f"{folder}/store{number}", 2)
+            dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+            return rank
+    return None
+
+
+def watch(optimizer):
+    while True:
+        optimizer.stats()
+
+
+def train(rank, mode, number):
+    path = f"{folder}/{number}"
+    os.makedirs(path, exist_ok=True)
+    config = section(path, state="nvme", accumulation=1)
+    if mode.startswith(("durable", "background")):
+        config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+    engine = make(config, num_layers=2, width=129)
+    for step in range(2):
+        train_step(engine, step, rank)
+    if "background" in mode:
+        engine.save_checkpoint(f"{folder}/saved{number}", background=True)
+    train_step(engine, 2, rank)
+    if "watched" in mode:  # not before: it takes a processor
+        threading.Thread(target=watch, args=(engine.optimizer,), daemon=True).start()
+    dist.destroy_process_group()
+    return engine
+
+
+torch.compiler.disable(lambda: None)()  # imports what every rank would import once more
+for number, mode in enumerate(modes * rounds):
+    rank = rank_of(number)
+    if rank is not None:
+        left = train(rank, mode, number)  # and the interpreter ends
+        break
+    for _ in range(2):
+        _, status = os.wait()
+        assert status == 0, f"{mode} {number}: {status}"
+else:
+    print(len(modes) * rounds, "ends")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_ranks_end_cleanly_without_being_closed(drive):
+    said = run_child(ENDS, drive, ROUNDS, *MODES, timeout=3600, fresh=True)
+    assert said.split() == [str(len(MODES) * ROUNDS), "ends"]

@@ -14,7 +14,7 @@ from nvme_offload.optim.zero import host_collectives
 from nvme_offload.optim.zero.host_collectives import KeptReduction, RingGather
 from nvme_offload.optim.zero.sharding import _Grouping
 from tests.support import build
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import Model as LanguageModel
 from tests.support.tiers import section, train_step
@@ -129,20 +129,13 @@ def ends_of(path, **chosen):
         return full_state(engine.module, engine.optimizer), isinstance(model.embedding, FSDPModule)
 
 
-def check_ends(rank, world_size, path):
-    (alone, is_unit), (together, is_unit_too) = ends_of(path), ends_of(path, blocks=["Layer"])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks("num_ranks")
+def test_ends_of_their_own_change_no_bits(rank, world_size, tmp_path):
+    (alone, is_unit), (together, is_unit_too) = ends_of(tmp_path), ends_of(tmp_path, blocks=["Layer"])
     assert is_unit
     assert not is_unit_too
     assert_same(alone, together)
-
-
-def test_ends_of_their_own_change_no_bits(alone, tmp_path):
-    check_ends(0, 1, tmp_path)
-
-
-@pytest.mark.slow
-def test_ends_of_their_own_change_no_bits_on_two_ranks(tmp_path):
-    run_ranks(check_ends, 2, tmp_path)
 
 
 def test_memory_is_borrowed_again_when_no_view_of_it_is_left():

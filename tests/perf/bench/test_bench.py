@@ -1,4 +1,4 @@
-"""`offload bench` from outside, and what its engine costs."""
+"""`offload bench` from outside, what its engine costs, fio beside it, and the benchmarks of kernels."""
 
 import errno
 import json
@@ -21,11 +21,13 @@ from nvme_offload.aio_native.uring import UringEngine
 from nvme_offload.offload.units import MiB
 from nvme_offload.perf.bench import command as bench
 from nvme_offload.perf.bench import report
+from nvme_offload.perf.bench.command import Fio, FioError, bandwidth, find_fio
 from nvme_offload.perf.cli import app
 from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
 from tests.perf.documents import write_bench
+from tests.support.forked import ROOT, output_of
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
 COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")
@@ -211,3 +213,51 @@ def test_python_calls_do_not_grow_with_the_blocks(tmp_path):
     many, many_requests = python_calls(tmp_path, 16 * MiB)
     assert many_requests == 16 * few_requests
     assert many == few
+
+
+def fio_report(**directions):
+    idle = {"io_bytes": 0, "runtime": 0}
+    return {"jobs": [{"read": idle, "write": idle, **directions}]}
+
+
+def test_bandwidth_of_fios_report():
+    assert bandwidth(fio_report(read={"io_bytes": 10**9, "runtime": 1000})) == pytest.approx(1e9, rel=1e-3)
+    both = fio_report(read={"io_bytes": 10**9, "runtime": 900}, write={"io_bytes": 10**9, "runtime": 1000})
+    assert bandwidth(both) == pytest.approx(2e9, rel=1e-3)
+    with pytest.raises(FioError, match="moved nothing"):
+        bandwidth(fio_report())
+
+
+@pytest.fixture
+def needs_fio():
+    try:
+        find_fio()
+    except FioError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("needs_fio")
+@pytest.mark.parametrize("numjobs", [1, 3])
+def test_jobs_of_fio_get_whole_blocks_of_a_written_file_and_leave_nothing(tmp_path, numjobs):
+    its = settings(tmp_path, iodepth=4, numjobs=numjobs, direct="disabled")
+    with Fio(its) as fio:
+        command = dict(option.removeprefix("--").split("=", 1) for option in fio.command("mixed", its.size)[1:])
+        assert int(command["offset_increment"]) % its.bs == int(command["io_size"]) % its.bs == 0
+        assert command["fixedbufs"] == "1"
+        (file,) = tmp_path.glob("*/fio")
+        assert file.stat().st_blocks * 512 >= its.size
+        assert fio.run("mixed", its.size) > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_all_benchmarks_of_kernels_run_and_their_results_are_saved(tmp_path):
+    file, suite = tmp_path / "kernels.json", "perf/benchmarks/bench_kernel.py"
+    options = ["-q", "-p", "no:cacheprovider", "--bench-size=4MiB", "--benchmark-only", f"--benchmark-json={file}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "pytest", suite, *options]
+    output_of(*command, cwd=ROOT, env=environment)
+    document = json.loads(file.read_text())
+    assert all(each["stats"]["rounds"] == 5 for each in document["benchmarks"])
+    assert all(each["extra_info"]["size_bytes"] > 0 for each in document["benchmarks"])
+    assert document["machine_info"]["num_cpus"] > 0

@@ -1,13 +1,22 @@
-"""Experiments as they run: what is known is saved at once, and shown in a table that fits."""
+"""Experiments as they run: what is saved at once, at the pace of a drive, and in the memory of a plan."""
 
 import json
 
 import pytest
+import torch
 import typer
 
+from nvme_offload import OffloadAdamW, OffloadConfig
+from nvme_offload.offload.units import MiB
 from nvme_offload.perf import cli
+from nvme_offload.perf.experiments import plan_check
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from nvme_offload.perf.experiments.experiment import Row, run_experiment
+from nvme_offload.perf.experiments.paced import SCHEDULES
+from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
+from nvme_offload.perf.experiments.plan_check import CASES, MemoryCase, growth_row
+from nvme_offload.perf.experiments.training import SleepingModel
+from tests.perf.experiments.running import results, said
 
 
 def test_a_run_that_is_cut_short_has_saved_what_it_knows(tmp_path):
@@ -39,3 +48,96 @@ def test_help_that_is_known_up_front_is_that_of_the_experiment():
         loaded = cli.load(name, EXPERIMENTS)
         assert " ".join(loaded.help.split("\n\n")[0].split()) == experiment.help
         assert loaded.epilog == f"Example: {experiment.example}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_run_takes_the_memory_of_its_plan(case, tmp_path):
+    found = plan_check.memory_of(tmp_path, case).to_dict()
+    assert found["within_plan"], found
+    assert 1.1 * found["measured"] + 64 * MiB >= found["predicted"], "the plan asks for no more than a run takes"
+
+
+@pytest.mark.parametrize(("excess", "status"), [(0, 0), (1, 1)])
+def test_the_check_fails_beyond_a_tenth_and_64_mib(excess, status, tmp_path, monkeypatch):
+    allowed = 1100 * MiB + 64 * MiB
+    monkeypatch.setattr(plan_check, "CASES", (MemoryCase(6, "bf16"),))
+    monkeypatch.setattr(plan_check, "memory_of", lambda _, case: growth_row(case, 1000 * MiB, allowed + excess))
+    output = said("plan-check", "--path", tmp_path, "--save", tmp_path, status=status)
+    assert f"64 MiB: {'bf16, state, 50 M' if excess else 'none'}" in output
+    assert len(list(tmp_path.glob("*-plan-memory.*"))) == 2
+
+
+RATE = 2e9
+BY_BLOCKS = '{"micro_batch_order": "vertical"}'
+ONE_BY_ONE = '{"micro_batch_order": "horizontal"}'
+IN_BACKWARD = BY_BLOCKS[:-1] + ', "overlap_step": "backward", "gradient_clipping": 0, "skip_non_finite": false}'
+
+
+def trained(offload):
+    """A parameter after five steps, the seconds of its transfers, and their bytes."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 1 << 20).bfloat16())
+    seconds = 0.0
+    with OffloadAdamW([param], lr=1e-2, offload=offload) as optimizer:
+        for _ in range(5):
+            param.grad = param.detach().clone()
+            optimizer.step()
+            optimizer.synchronize()
+            moving = [span for span in optimizer.timeline() if span.kind in ("read", "write")]
+            seconds += sum(span.end_ns - span.start_ns for span in moving) / 1e9
+        stats = optimizer.stats()
+        return param.detach(), seconds, stats.bytes_read + stats.bytes_written, stats.engine
+
+
+def test_a_paced_drive_keeps_bytes_and_pace(tmp_path):
+    state = {"device": "nvme", "nvme_path": str(tmp_path), "staging_budget": "8MiB"}
+    section = {"zero_optimization": {"offload_optimizer": state}, "aio": {"engine": STANDS_IN_FOR}}
+    offload = OffloadConfig.from_dict(section)
+    expected, *_ = trained({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    with paced_drive() as pace:
+        pace.rate = RATE
+        found, seconds, moved, engine = trained(offload)
+    assert engine == "paced"
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert moved > 5 * 10 * found.numel()
+    assert seconds > 0.95 * moved / RATE  # never quicker; how much slower is the machine's business
+    assert trained(offload)[3] == STANDS_IN_FOR
+
+
+def test_a_sleeping_model_has_a_matrix_for_each_subgroup():
+    model = SleepingModel(64, 16)
+    assert sum(param.numel() for param in model.parameters()) == 16 * 64**2
+    model.compute_for(0.016)
+    assert sum(layer.seconds for layer in model.layers) == pytest.approx(0.016)
+    model(torch.randn(2, 64)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("ratios", [[1], pytest.param([0.5, 2], marks=pytest.mark.slow)])
+def test_every_schedule_beside_its_plan(ratios):
+    small = ["--layers", 8, "--width", 64, "--compute", 0.05, "--iterations", 2, "--buffers", 2]
+    found = results("paced", *small, *(word for ratio in ratios for word in ("--ratio", ratio)))
+    assert list(found) == [f"{name}, {ratio:g}" for name in SCHEDULES for ratio in ratios]
+    for each in found.values():
+        assert each["quotient"] == pytest.approx(each["seconds"] / each["plan"])
+        assert min(each["seconds"], each["computing"], each["plan_of_ideal"]) > 0
+    assert all(found[f"off, {ratio:g}"]["of_first"] == 1 for ratio in ratios)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("case", [pytest.param(BY_BLOCKS, marks=pytest.mark.slow), IN_BACKWARD])
+def test_bytes_of_a_step_in_each_order_on_a_real_drive(tmp_path, case):
+    small = ("--layers", 8, "--width", 64, "--tokens", 4, "--count", 3, "--iterations", 2, "--everything")
+    found = results("paced", "--path", tmp_path, *small, "--buffers", 2, "--case", ONE_BY_ONE, "--case", case)
+    one_by_one, by_blocks = found[ONE_BY_ONE], found[case]
+    assert by_blocks["digest"] == one_by_one["digest"]
+    assert by_blocks["param_bytes_read"] < one_by_one["param_bytes_read"] - 3
+    assert one_by_one["grad_bytes_written"] > 5
+    assert by_blocks["grad_bytes_written"] == 0 if case == IN_BACKWARD else by_blocks["grad_bytes_written"] < 2.3
+    assert min(each[key] for each in found.values() for key in ("seconds", "cpu_ns", "peak_bytes")) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_is_no_section_is_refused():
+    assert "'nope' is neither off, forward," in said("paced", "--case", "nope", status=2)
