@@ -74,10 +74,10 @@ def test_within_the_limit_nothing_is_said(drive, clock, recwarn):
     ("read", "write", "limit", "period"),
     [
         (2e9, 2e9, None, 3),
-        (2e9, 2e9, "45 TB/day", 4),
+        pytest.param(2e9, 2e9, "45 TB/day", 4, marks=pytest.mark.slow),
         (2e9, 2e9, "10 GB/day", 16),
         (1e8, 1e9, None, 1),
-        (1e9, 1e8, None, 4),
+        pytest.param(1e9, 1e8, None, 4, marks=pytest.mark.slow),
     ],
 )
 def test_auto_decides_once_by_the_drive_and_the_limit_and_the_bits_stay(

@@ -564,13 +564,21 @@ class Trouble:
             raise self.error
 
 
+IN_EVERY_RUN = [
+    ("horizontal", "error", 4),
+    *(("vertical", "error", at) for at in (1, 8, 10)),
+    ("vertical", "Ctrl-C", 4),
+]
+IN_EVERY_RUN += [("vertical", "Ctrl-C", 17)]
+
+
 @GOES_ON
 @pytest.mark.parametrize(
     ("order", "error", "at"),
     [
         pytest.param(
             *(order, error, at),
-            marks=() if (order, name) == ("vertical", "error") or at in (4, 17) else pytest.mark.slow,
+            marks=() if (order, name, at) in IN_EVERY_RUN else pytest.mark.slow,
             id=f"{order}-{name}-{at}",
         )
         for order, calls in {"horizontal": (1, 4, 8), "vertical": (1, 4, 8, 10, 14, 17)}.items()
