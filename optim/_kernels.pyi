@@ -56,6 +56,7 @@ class Segment:
     base: int
     offsets: int
     tail: int
+    marks: int
     def __init__(
         self,
         *,
@@ -74,6 +75,7 @@ class Segment:
         base: int,
         offsets: int,
         tail: int,
+        marks: int,
         origin: Origin,
     ) -> None: ...
 
@@ -113,4 +115,6 @@ def checksum(pool: ThreadPool, isa: str, address: int, itemsize: int, numel: int
 def grad_sq_sums(
     pool: ThreadPool, isa: str, addresses: Sequence[int], grad_dtypes: Sequence[int], numels: Sequence[int], out: int
 ) -> None: ...
+def mark_changed(pool: ThreadPool, isa: str, before: int, after: int, numel: int, marks: int) -> None: ...
+def marked(marks: int, numel: int, out: int) -> int: ...
 def ordered_sum(address: int, numel: int) -> float: ...

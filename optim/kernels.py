@@ -20,7 +20,14 @@ from nvme_offload.optim._kernels import Segment as Segment
 from nvme_offload.optim._kernels import SummedMemory
 from nvme_offload.optim._kernels import renew as renew
 from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL, num_tiles
+from nvme_offload.optim.layout.master import (
+    FORM_OF_DTYPE,
+    MARKS_IN_WORD,
+    MASTER_DTYPE,
+    TILE_NUMEL,
+    num_marks,
+    num_tiles,
+)
 from nvme_offload.optim.rules.rule import UpdateRule
 
 REVISION = 1
@@ -74,6 +81,7 @@ def make_segment(
     base: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     tail: torch.Tensor | None = None,
+    marks: torch.Tensor | None = None,
     origin: Origin | None = None,
     start: int = 0,
 ) -> Segment:
@@ -86,18 +94,17 @@ def make_segment(
         grad: fp32, bf16 or fp16 [numel]; None: there is no update but those of the `log`.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
         states: [numel] each, those of the rule in its order.
-        checksums: int64 [num_tiles(numel)] from `KernelPool.tile_checksums` of the parameter; the update keeps them
-            current. None: changes by others are not looked for.
+        checksums: int64 [num_tiles(numel)], of the parameter; the update keeps them. None: changes are not looked for.
         rule: one with a native kernel.
         scalars: of this step: see `StepScalars.of_kernel`.
         grad_scale: the gradient is multiplied by this: unscaling and clipping in one factor, negative to maximize.
-        log: earlier updates that `master` and `states` lack, the oldest first: they are done first, in memory that is
-            in the cache.
+        log: earlier updates that `master` and `states` lack, the oldest first. They come first, in the cache.
         base: the parameter as it was before those, which becomes what it was after them, in the dtype of ``param``.
-            Not used without a log, nor beside fp16, whose master is whole. ``param`` itself is not looked at by them.
+            Not used without a log, nor beside fp16, whose master is whole.
         offsets: int64 [num_tiles(numel), 2]: gets where `KernelPool.update_and_log` has put each tile's gradient, and
             the parameter where somebody had changed it, bytes from the beginning of the entry. None: not logged.
-        tail: gets a copy of ``param`` as the step leaves it, in its dtype; None: not wanted. May be ``base``.
+        tail: gets a copy of ``param`` as the step leaves it; None: not wanted. May be ``base``.
+        marks: int64 [num_marks(numel)], of 16-bit parameters: gets a bit for each element that changes; None: no marks.
         origin: of this rank's part of the parameter, for a rule that dithers.
         start: the run's first element in that part.
     """
@@ -127,6 +134,7 @@ def make_segment(
         base=0 if base is None else _address("base", base, param.dtype, numel),
         offsets=0 if offsets is None else _address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
         tail=0 if tail is None else _address("tail", tail, param.dtype, numel),
+        marks=0 if marks is None else _address("marks", marks, torch.int64, num_marks(numel)),
         origin=_NOWHERE if origin is None else _kernels.Origin(origin.param, start, *origin[1:]),
     )
 
@@ -169,6 +177,19 @@ def make_logged_step(
         grad_scale=grad_scale,
         scalars=scalars,
     )
+
+
+def marked(marks: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the numbers of the elements that are marked of so many, in order: int64 [`num_marked`]."""
+    found = torch.empty(num_marked(marks, numel), dtype=torch.int64, device="cpu")
+    if found.numel():
+        _kernels.marked(marks.data_ptr(), numel, found.data_ptr())
+    return found
+
+
+def num_marked(marks: torch.Tensor, numel: int) -> int:
+    """Return how many of so many elements are marked; `marks` is int64 [num_marks(numel)]."""
+    return _kernels.marked(_address("marks", marks, torch.int64, num_marks(numel)), numel, 0)
 
 
 def ordered_sum(values: torch.Tensor) -> float:
@@ -323,6 +344,14 @@ class KernelPool:
         _kernels.checksum(self._threads, self._isa, address, tensor.element_size(), numel, sums_address)
         return sums
 
+    def mark_changed(self, before: torch.Tensor, after: torch.Tensor, marks: torch.Tensor) -> None:
+        """Mark the elements whose bits differ: of 16 bits each [numel]; `marks` is int64 [num_marks(numel)]."""
+        numel = after.numel()
+        was, now = (_address(name, each, after.dtype, numel) for name, each in (("before", before), ("after", after)))
+        _kernels.mark_changed(
+            self._threads, self._isa, was, now, numel, _address("marks", marks, torch.int64, num_marks(numel))
+        )
+
     def tile_sq_sums(self, *grads: torch.Tensor) -> torch.Tensor:
         """Return the sums of squares of every tile, fp64 [num_tiles], those of one gradient after the other."""
         numels = [grad.numel() for grad in grads]
@@ -374,6 +403,13 @@ class OnAccelerator:
             if whole < bits.numel():
                 sums.append((bits[whole:] * weights[: bits.numel() - whole]).sum(0, keepdim=True))
         return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=param.device)
+
+    def mark_changed(self, before: torch.Tensor, after: torch.Tensor, marks: torch.Tensor) -> None:
+        """Mark the elements whose bits differ; see `KernelPool.mark_changed`."""
+        differ = before.view(torch.int16) != after.view(torch.int16)
+        padded = torch.nn.functional.pad(differ, (0, marks.numel() * MARKS_IN_WORD - differ.numel()))
+        places = torch.arange(MARKS_IN_WORD, device=marks.device)
+        marks |= (padded.view(-1, MARKS_IN_WORD).to(torch.int64) << places).sum(1)
 
     def join(self, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
         """Join bf16 and uint16 [numel], which `divide` made, to fp32."""

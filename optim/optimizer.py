@@ -17,6 +17,7 @@ from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.warn import door, warn_user
+from nvme_offload.offload.weights.patch import WeightPatch
 from nvme_offload.optim.access.entries import prepare_entries, write_entries
 from nvme_offload.optim.access.split import StateParts
 from nvme_offload.optim.access.view import StateView, matched_state, packed_state
@@ -34,6 +35,7 @@ from nvme_offload.optim.step.scalars import check_group
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
+from nvme_offload.optim.weights.patches import patch_of, version_of
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """Parameters, or dicts of parameter groups, as for any torch optimizer."""
@@ -440,6 +442,23 @@ class OffloadOptimizer(Optimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def weights(self, model: nn.Module, dtype: str = "own", *, since: str) -> WeightPatch:
+        """Return what has changed of a model's weights since a version; see `OffloadEngine.weights`.
+
+        Args:
+            model: the module whose parameters these are. Its names are those of the patch.
+            dtype: ``own``, as the parameters are, or ``bf16``, ``fp16`` or ``fp32``.
+            since: a `weights_version`; for one that is not known (any more) the patch has all weights.
+        """
+        self._follow()
+        return patch_of(model, self.store, since, dtype, {}, None)
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the parameters as they are; see `OffloadEngine.weights_version`."""
+        self._follow()
+        return version_of(self.store, {}, None)
 
     @property
     def is_durable(self) -> bool:

@@ -78,6 +78,11 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield local
 
 
+def bits_of(tensor: torch.Tensor, kernels: KernelPool) -> int:
+    """Return a number of 56 bits from the bits of what this rank has of a tensor."""
+    return _checksum(_parts(tensor), kernels)
+
+
 def _checksum(parts: Iterable[torch.Tensor], kernels: KernelPool) -> int:
     """Return a number of 56 bits from the bits of tensors, in the order of their elements."""
     digest = hashlib.sha256()

@@ -52,6 +52,7 @@ class StateParts(ShardParts):
         if not self._is_all_stored:
             set_entries(self.body, {self._index: {"master": values}})
             return
+        self.num_writes += 1
         with self.between_steps(), self.held(change=True) as flat:
             flat[: values.numel()].copy_(values.reshape(-1))
         self.owner.reshard()

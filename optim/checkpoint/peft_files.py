@@ -13,7 +13,7 @@ from torch import nn
 
 from nvme_offload.offload.weights.writer import named_tensors
 from nvme_offload.optim.birth.published_names import plain_class
-from nvme_offload.optim.checkpoint.published import Conversion, conversions_by
+from nvme_offload.optim.weights.published import Conversion, conversions_by
 
 Metas = Mapping[str, torch.Tensor]
 """The tensors of a model by name, on meta."""

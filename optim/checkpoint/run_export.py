@@ -13,12 +13,13 @@ from nvme_offload.offload.errors import ResumeError
 from nvme_offload.optim.access.values import COMPUTED
 from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
 from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, plain_items, tier_items
-from nvme_offload.optim.checkpoint.export import checked_cast, dtypes_in_files, write_weights
+from nvme_offload.optim.checkpoint.export import write_weights
 from nvme_offload.optim.checkpoint.places import Visitor
 from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
 from nvme_offload.optim.checkpoint.save_load import AgreedSave, write
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.durable.identity import RecordedParam
+from nvme_offload.optim.weights.whole import checked_cast, dtypes_in_files
 
 _SHOWN = 4
 

@@ -395,6 +395,7 @@ class Commits:
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
         said = f"{self._agreed.history} {self.tick}".encode()
         commit_id = hashlib.blake2b(said, digest_size=_ID_BYTES).hexdigest()
+        self.store.table.marks.note_commit(commit_id)
         self.durable.latest.take(Taken(self.step, content.encode(), commit_id))
 
     def _rewrite(self, slot: SlotRecord) -> None:

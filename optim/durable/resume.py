@@ -190,6 +190,7 @@ class Resumption:
     def _take_up(self, candidates: Sequence[Manifest]) -> Content:
         """Bring the first manifest back that is whole on every rank, and destroy what is newer."""
         problems: list[str] = []
+        self._store.table.marks.forget()
         for manifest in candidates:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
             said = self._said_by_any(problem)
@@ -242,6 +243,7 @@ class Resumption:
 
     def _adopt(self, manifest: Manifest) -> None:
         self._run.adopt(manifest, self._layouts())
+        self._store.table.marks.forget(manifest.commit_id)
         for slot in self._store.slots:
             self._durable.seal.point(slot)
 

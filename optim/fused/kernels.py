@@ -21,11 +21,12 @@ import triton.language as tl
 from nvme_offload.optim.kernels import tile_weights
 from nvme_offload.optim.layout.dither import keys
 from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, num_tiles
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MARKS_IN_WORD, TILE_NUMEL, num_tiles
 from nvme_offload.optim.rules.rule import UpdateRule
 
 _BLOCK = tl.constexpr(2048)
 _TILE = tl.constexpr(TILE_NUMEL)
+_WORD = tl.constexpr(MARKS_IN_WORD)
 _LANES = tl.constexpr(32)
 _AT_ONCE = tl.constexpr(32)
 """Loads of a lane that are under way at once."""
@@ -180,9 +181,10 @@ def _checksum(param, weights, start, numel):
 @triton.jit
 def _update_tile(
     UPDATE: tl.constexpr, FORM: tl.constexpr, BF16_GRAD: tl.constexpr,  # noqa: N803
-    param, grad, master, states, checksums, weights, changed, numbers, grad_scale, origin, numel,
+    param, grad, master, states, checksums, weights, changed, numbers, grad_scale, origin, marks, numel,
+    MARKS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Update one tile. `FORM` is that of the master."""
+    """Update one tile. `FORM` is that of the master; `MARKS` says whether elements that change are marked."""
     tile = tl.program_id(0).to(tl.int64)
     start = tile * _TILE
     if FORM != 2:
@@ -194,6 +196,7 @@ def _update_tile(
         at = start + place
         there = at < numel
         value = tl.load(param + at, mask=there, other=0)
+        was = value
         if FORM == 0:
             upper = value.to(tl.int32)
             lower = tl.load(master + at, mask=there, other=0).to(tl.int32) & 0xFFFF
@@ -217,6 +220,12 @@ def _update_tile(
                 half = tl.where(is_nan, 0x7E00, value.to(tl.float16).to(tl.int16, bitcast=True))
                 tl.store(master + at, value, mask=there)
             half = half.to(tl.int16)
+            if MARKS:
+                flags = tl.reshape((there & (differs | (half != was))).to(tl.int64), [_BLOCK // _WORD, _WORD])
+                word = (start + first) // _WORD + tl.arange(0, _BLOCK // _WORD)
+                present = word * _WORD < numel
+                known = tl.load(marks + word, mask=present, other=0)
+                tl.store(marks + word, known | tl.sum(flags << tl.arange(0, _WORD)[None, :], 1), mask=present)
             tl.store(param + at, half, mask=there)
             sums += tl.where(there, half, 0).to(tl.int64) * tl.load(weights + place)
     if FORM != 2:
@@ -255,6 +264,7 @@ def update_run(
     origin: Origin | None,
     start: int,
     dither: Sequence[float],
+    marks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Update one run of elements on its device by one kernel, with the bits of `KernelPool.update`.
 
@@ -274,7 +284,8 @@ def update_run(
         update, FORM_OF_DTYPE[param.dtype].value, grad.dtype is torch.bfloat16,
         _bits(param), _bits(grad, but=torch.float16), param if master is None else _bits(master),
         tuple(map(_bits, states)), changed if checksums is None else checksums, tile_weights(param.device), changed,
-        numbers, grad_scale, chance, param.numel(), num_warps=8, enable_fp_fusion=False,
+        numbers, grad_scale, chance, changed if marks is None else marks, param.numel(), marks is not None,
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return changed
 

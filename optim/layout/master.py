@@ -40,6 +40,15 @@ def num_tiles(numel: int) -> int:
     return -(-numel // TILE_NUMEL)
 
 
+MARKS_IN_WORD = 64
+"""Elements of a parameter that have their marks in one number: whether each has changed."""
+
+
+def num_marks(numel: int) -> int:
+    """Return the numbers that have the marks of ``numel`` elements."""
+    return -(-numel // MARKS_IN_WORD)
+
+
 def sealed_itemsize(form: MasterForm, states: Sequence[State]) -> int:
     """Return bytes per parameter where state and parameter are kept: 12 with two fp32 states, whatever the dtype."""
     dtype = TAIL_DTYPE[form]

@@ -48,6 +48,8 @@ struct KernelTable {
   // Takes in what follows; only the last of it may be no multiple of kSumStripe.
   void (*absorb)(SumLanes& lanes, const void* data, std::size_t size_bytes);
   double (*sq_sum[kNumGradDtypes])(const void* grad, std::size_t numel);
+  // Sets the bit of each word that differs: 64 of them, from the lowest bit on, in each of `marks`.
+  void (*mark_changed)(const std::uint16_t* before, const std::uint16_t* after, std::size_t numel, std::uint64_t* marks);
 };
 
 }  // namespace optim

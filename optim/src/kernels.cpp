@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <deque>
 #include <numeric>
@@ -112,6 +113,8 @@ void check(const Segment& s, const KernelTable& kernels) {
   if (s.checksums != 0) check_address("checksums", s.checksums, sizeof(std::uint64_t), s.numel);
   if (s.offsets != 0) check_address("offsets", s.offsets, sizeof(std::int64_t), s.numel);
   if (s.tail != 0) check_address("tail", s.tail, kParamSize[s.form], s.numel);
+  if (s.marks != 0 && s.form == kItself) throw std::invalid_argument("marks are of 16-bit parameters alone");
+  if (s.marks != 0) check_address("marks", s.marks, sizeof(std::uint64_t), s.numel);
 }
 
 void check(const SummedMemory& summed) {
@@ -442,7 +445,8 @@ class Tiles {
 
     const bool changed = stored && checksum_of(kernels_, param, param_bytes) != *stored;
     if (s_.offsets && s_.grad) log_tile(s_, tile, index, changed ? param : nullptr, entry_);
-    const std::size_t strip_numel = s_.log.empty() && rows_.count == 0 ? kTileNumel : kStripNumel;
+    if (changed && s_.marks) mark_all(tile);
+    const std::size_t strip_numel = s_.log.empty() && rows_.count == 0 && !s_.marks ? kTileNumel : kStripNumel;
     for (std::size_t first = tile.first; first < tile.first + tile.numel; first += strip_numel) {
       update_strip(first, std::min(strip_numel, tile.first + tile.numel - first), changed);
     }
@@ -461,7 +465,7 @@ class Tiles {
     const Strip strip(kernels_, s_, first, numel);
     strip.replay();
     if (changed) strip.believe(param_at(first));
-    if (s_.grad) strip.step(param_at(first));
+    if (s_.grad) step(strip, first, numel);
     if (s_.tail && s_.grad) {
       copy_out(bytes_at(s_.tail, first * kParamSize[s_.form]), param_at(first), numel * kParamSize[s_.form]);
     }
@@ -470,6 +474,22 @@ class Tiles {
       const Address at = first * row.itemsize, source = row.address == s_.tail ? s_.param : row.address;
       sums_[k].note_written(row.address + at, numel * row.itemsize, source + at);
     }
+  }
+
+  void step(const Strip& strip, std::size_t first, std::size_t numel) {
+    auto* param = static_cast<std::uint16_t*>(param_at(first));  // it is that where marks are wanted
+    if (!s_.marks) return strip.step(param);
+    alignas(kCacheLine) std::uint16_t before[kStripNumel];
+    std::memcpy(before, param, numel * sizeof *before);
+    strip.step(param);
+    kernels_.mark_changed(before, param, numel, pointer<std::uint64_t>(s_.marks, first / kMarksInWord));
+  }
+
+  void mark_all(const Tile& tile) {
+    auto* marks = pointer<std::uint64_t>(s_.marks, tile.first / kMarksInWord);
+    const std::size_t whole = tile.numel / kMarksInWord, rest = tile.numel % kMarksInWord;
+    std::fill_n(marks, whole, ~std::uint64_t{0});
+    if (rest != 0) marks[whole] = (std::uint64_t{1} << rest) - 1;
   }
 
   const KernelTable& kernels_;
@@ -648,6 +668,36 @@ void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Ad
     const Piece& piece = pieces[i];
     *pointer<double>(out, i) = kernels.sq_sum[piece.grad_dtype](bytes_at(piece.address, 0), piece.numel);
   });
+}
+
+void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Address after, std::int64_t numel,
+                  Address marks) {
+  const KernelTable& kernels = kernel_table(isa);
+  check_numel(numel);
+  check_address("before", before, sizeof(std::uint16_t), numel);
+  check_address("after", after, sizeof(std::uint16_t), numel);
+  check_address("marks", marks, sizeof(std::uint64_t), numel);
+  pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
+    const Tile tile(i, numel);
+    kernels.mark_changed(pointer<const std::uint16_t>(before, tile.first), pointer<const std::uint16_t>(after, tile.first),
+                         tile.numel, pointer<std::uint64_t>(marks, tile.first / kMarksInWord));
+  });
+}
+
+std::int64_t marked(Address marks, std::int64_t numel, Address out) {
+  check_numel(numel);
+  check_address("marks", marks, sizeof(std::uint64_t), numel);
+  const auto* words = pointer<const std::uint64_t>(marks);
+  auto* numbers = pointer<std::int64_t>(out);
+  std::int64_t count = 0;
+  for (std::int64_t first = 0; first < numel; first += kMarksInWord, ++words) {
+    if (out == 0) {
+      count += std::popcount(*words);
+      continue;
+    }
+    for (std::uint64_t rest = *words; rest != 0; rest &= rest - 1) numbers[count++] = first + std::countr_zero(rest);
+  }
+  return count;
 }
 
 double ordered_sum(Address address, std::int64_t numel) {

@@ -59,8 +59,11 @@ struct Segment {
   Address base;    // the parameter before those, which becomes what it was after them; kFull does without: 0
   Address offsets;  // TileOffsets per tile, which get where the entry has the gradient; 0: it is not wanted there
   Address tail;     // gets the parameter as the step leaves it; 0: it is not wanted there
+  Address marks;    // uint64 per kMarksInWord elements: gets a bit for each 16-bit parameter that the step changed; or 0
   Origin origin;
 };
+
+constexpr std::size_t kMarksInWord = 64;
 
 // Memory that gets the gradients of the segments that have offsets, and the parameters that were found changed.
 struct LogEntry {
@@ -99,6 +102,13 @@ void checksum(ThreadPool& pool, const std::string& isa, Address address, int ite
 // out: fp64 per tile, the sum of squares of its elements; of these gradients, one after the other.
 void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Address>& addresses,
                   const std::vector<int>& grad_dtypes, const std::vector<std::int64_t>& numels, Address out);
+
+// Marks the 16-bit words that differ; see Segment::marks.
+void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Address after, std::int64_t numel,
+                  Address marks);
+
+// Returns how many of the first `numel` elements are marked; out: int64, their numbers in order, or 0.
+std::int64_t marked(Address marks, std::int64_t numel, Address out);
 
 // Sum of fp64 numbers in index order.
 double ordered_sum(Address address, std::int64_t numel);

@@ -287,6 +287,32 @@ double sq_sum(const void* data, size_t numel) {
   return lanes[0];
 }
 
+// ---- which 16-bit words differ ----
+
+uint64_t differing(const uint16_t* __restrict before, const uint16_t* __restrict after) {
+  unsigned char differs[64];
+  for (size_t j = 0; j < 64; ++j) differs[j] = before[j] != after[j];
+  uint64_t marks = 0;
+  for (size_t k = 0; k < 8; ++k) {
+    uint64_t bytes;
+    __builtin_memcpy(&bytes, differs + 8 * k, sizeof bytes);
+    marks |= bytes * 0x0102040810204080u >> 56 << 8 * k;  // the lowest bit of each byte, side by side
+  }
+  return marks;
+}
+
+void mark_changed(const uint16_t* __restrict before, const uint16_t* __restrict after, size_t numel,
+                  uint64_t* __restrict marks) {
+  const size_t whole = numel / 64;
+  for (size_t k = 0; k < whole; ++k) marks[k] |= differing(before + 64 * k, after + 64 * k);
+  if (const size_t rest = numel % 64) {
+    uint16_t was[64] = {}, is[64] = {};
+    __builtin_memcpy(was, before + 64 * whole, rest * sizeof *was);
+    __builtin_memcpy(is, after + 64 * whole, rest * sizeof *is);
+    marks[whole] |= differing(was, is);
+  }
+}
+
 }  // namespace
 
 #define CONCAT_(a, b) a##b
@@ -302,6 +328,7 @@ const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
     .fp32_to_fp16 = fp32_to_fp16_run,
     .absorb = absorb,
     .sq_sum = {sq_sum<Fp32Grad>, sq_sum<Bf16Grad>, sq_sum<Fp16Grad>},
+    .mark_changed = mark_changed,
 };
 
 }  // namespace optim

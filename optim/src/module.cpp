@@ -48,7 +48,7 @@ void bind_types(nb::module_& m) {
           [](Segment* self, Address param, Address grad, Address master, std::vector<Address> states,
              Address checksums, std::int64_t numel, int form, int grad_dtype, int rule, float grad_scale,
              std::vector<float> scalars, std::vector<LoggedStep> log, Address base, Address offsets, Address tail,
-             Origin origin) {
+             Address marks, Origin origin) {
             new (self) Segment{param,
                                grad,
                                master,
@@ -64,11 +64,12 @@ void bind_types(nb::module_& m) {
                                base,
                                offsets,
                                tail,
+                               marks,
                                std::move(origin)};
           },
           nb::kw_only(), "param"_a, "grad"_a, "master"_a, "states"_a, "checksums"_a, "numel"_a, "form"_a,
           "grad_dtype"_a, "rule"_a, "grad_scale"_a, "scalars"_a, "log"_a, "base"_a, "offsets"_a,
-          "tail"_a, "origin"_a)
+          "tail"_a, "marks"_a, "origin"_a)
       .def_rw("param", &Segment::param)
       .def_rw("grad", &Segment::grad)
       .def_rw("master", &Segment::master)
@@ -83,7 +84,8 @@ void bind_types(nb::module_& m) {
       .def_rw("log", &Segment::log)
       .def_rw("base", &Segment::base)
       .def_rw("offsets", &Segment::offsets)
-      .def_rw("tail", &Segment::tail);
+      .def_rw("tail", &Segment::tail)
+      .def_rw("marks", &Segment::marks);
 
   nb::class_<SummedMemory>(m, "SummedMemory")
       .def(nb::init<Address, std::int64_t, Address>(), nb::kw_only(), "address"_a, "size_bytes"_a, "sums"_a);
@@ -134,6 +136,8 @@ void bind_functions(nb::module_& m) {
   m.def("checksum", &checksum, "pool"_a, "isa"_a, "address"_a, "itemsize"_a, "numel"_a, "out"_a, ReleaseGil());
   m.def("grad_sq_sums", &grad_sq_sums, "pool"_a, "isa"_a, "addresses"_a, "grad_dtypes"_a, "numels"_a, "out"_a,
         ReleaseGil());
+  m.def("mark_changed", &mark_changed, "pool"_a, "isa"_a, "before"_a, "after"_a, "numel"_a, "marks"_a, ReleaseGil());
+  m.def("marked", &marked, "marks"_a, "numel"_a, "out"_a, ReleaseGil());
   m.def("ordered_sum", &ordered_sum, "address"_a, "numel"_a, ReleaseGil());
 }
 

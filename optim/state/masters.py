@@ -22,6 +22,7 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
     for run in subgroup.runs:
         if table[run.param].checksums is not None:
             host = table[run.param].copy_of(run)
+            table.note_edits(run, host, pool, on_device=slot.home.on_device)
             table[run.param].note_written(run, host, pool, on_device=slot.home.on_device)
             rest, master = table[run.param].first_rest, section_view(subgroup, memory, "master", run)
             assert master is not None
@@ -47,6 +48,7 @@ def write_master(
         if rounded is not param:
             param.copy_(rounded)
         record.note_written(run, rounded, pool, on_device=slot.home.on_device)
+    table.marks.note(run)
 
 
 def read_master(run: Run, slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> torch.Tensor:

@@ -120,6 +120,7 @@ class StateStore(StepState):
     def begin_load(self) -> None:
         """Begin a load, which gives up a run that was found. ResumeError: that run is of another model."""
         self.durability.begin_load(slot.subgroup for slot in self.slots)
+        self.table.marks.forget()
         self.note_half_written()
 
     def ensure_placed(self, records: Iterable[ParamRecord]) -> None:

@@ -15,6 +15,7 @@ from nvme_offload.optim.layout.flat import Layout, Origin, flat_view, storage_of
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from nvme_offload.optim.layout.subgroup import Run
 from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.state.marks import WeightMarks
 from nvme_offload.optim.tiers.parts import parts_of
 
 _tile_sums = OnAccelerator().tile_checksums
@@ -160,6 +161,7 @@ class ParamTable:
         self._records: list[ParamRecord] = []
         self._by_id: dict[int, ParamRecord] = {}  # of leaves, which records keep alive
         self._origins: dict[int, Origin] = {}
+        self.marks = WeightMarks()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -206,6 +208,14 @@ class ParamTable:
         for key in [key for key, record in self._by_id.items() if record.index >= first]:
             del self._by_id[key]
         del self._records[first:]
+
+    def note_edits(self, run: Run, values: torch.Tensor, pool: KernelPool, *, on_device: bool) -> None:
+        """Mark what somebody has changed of a run, by its values in host memory. Changes of split shards are noted."""
+        record = self._records[run.param]
+        if not self.marks.has(run.param) or parts_of(record.leaf) is not None:
+            return
+        if tiles := record.changed_tiles(run, values, pool, on_device=on_device):
+            self.marks.note(run, tiles)
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -294,3 +304,12 @@ class PlacesInTable(NamedTuple):
     def origin(self, run: Run) -> Origin | None:
         """See `Places`."""
         return self.table.origin_of(run.param)
+
+    def marks(self, run: Run) -> torch.Tensor | None:
+        """See `Places`."""
+        return self.table.marks.of(run, self.table[run.param].param.device if self.on_device else None)
+
+    @property
+    def num_marked(self) -> int:
+        """See `Places`."""
+        return self.table.marks.num_begun

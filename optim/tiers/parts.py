@@ -122,6 +122,8 @@ class ShardParts(ABC):
     the optimizer's state has it."""
     is_in_state = False
     """Whether the optimizer's state has the rest, or will have it from the parameter's birth on."""
+    num_writes = 0
+    """Writes so far, but for those of the optimizer's state."""
 
     def __init__(self, owner: Any, group: GatherGroup, stored: StoredShard, accumulate: torch.dtype) -> None:
         self.owner = owner
@@ -202,6 +204,7 @@ class OwnParts(ShardParts):
 
     def write(self, values: torch.Tensor) -> None:
         """Divide fp32 values among the parts."""
+        self.num_writes += 1
         with self.stored.held(change=True) as flat:
             kept = flat[: self._shape.numel()]
             on_host = kept if is_host(kept.device) else torch.empty_like(kept, device="cpu")
@@ -254,6 +257,7 @@ class OnePart(ShardParts):
 
     def write(self, values: torch.Tensor) -> None:
         """Store other values of the shard's shape and dtype."""
+        self.num_writes += 1
         with self.stored.held(change=True) as flat:
             flat[: self._shape.numel()].copy_(values.reshape(-1))
         self.owner.reshard()

@@ -21,14 +21,15 @@ class NativeKernel(Updater):
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:
         super().__init__(subgroup, means, log)
-        self._segments: dict[int, dict[int, Segment]] = {}
+        self._segments: dict[tuple[int, int], dict[int, Segment]] = {}
         """By the address of the memory that they are for, and index of the parameter: staging buffers take turns."""
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
         if len(self._segments) > _MOST_MEMORIES:
             self._segments = {}
-        made = self._segments.setdefault(work.memory.view(torch.uint8, 0, 1).data_ptr(), {})
+        memory = work.memory.view(torch.uint8, 0, 1).data_ptr()
+        made = self._segments.setdefault((memory, work.places.num_marked), {})
         grads, scalars = work.grads, work.scalars
         runs = [run for run in self.subgroup.runs if run.param in grads]
         for run in runs:

@@ -96,6 +96,7 @@ def update_run_fused(kernels: Any, rule: UpdateRule, run: RunTensors) -> torch.T
         origin=run.origin,
         start=run.start,
         dither=run.scalars.dither,
+        marks=run.marks,
     )
     return updated
 
@@ -140,6 +141,7 @@ def update_run(update: Update, run: RunTensors, here: KernelPool | OnAccelerator
     if differ is not None and not (on_host and not differ.any()):  # a device is not asked: that would wait for it
         by_element = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
         master.copy_(torch.where(by_element, param.float(), master))
+    before = None if run.marks is None else param.clone()
     states = [state.float() for state in run.states]
     update(master, run.grad.to(param.device).float() * run.scalars.grad_scale, states, run.scalars.of_rule)
     for values in () if on_host else (master, *states):
@@ -153,6 +155,12 @@ def update_run(update: Update, run: RunTensors, here: KernelPool | OnAccelerator
         else:
             state.copy_(updated)  # where it is fp32, it is the same memory
     here.divide(master, param, lower)
+    if before is not None and run.marks is not None:
+        if differ is not None:  # of a tile that was found changed all is marked
+            of_changed = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
+            bits = before.view(torch.int16)
+            bits.copy_(torch.where(of_changed, ~param.view(torch.int16), bits))
+        here.mark_changed(before, param, run.marks)
     if run.checksums is None or differ is None:
         return torch.zeros((), dtype=torch.int64, device=param.device)
     run.checksums.copy_(here.tile_checksums(param))

@@ -113,6 +113,7 @@ class SlotLogs:
             base=base,
             offsets=offsets,
             tail=base if completes else None,
+            marks=tensors.marks if tensors is not None else None,
             origin=self._params.origin_of(run.param),
             start=run.start,
         )

@@ -14,7 +14,7 @@ import torch
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.kernels import KernelPool
 from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.layout.master import MARKS_IN_WORD, TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
 from nvme_offload.optim.updates.log_state import LogState
 from nvme_offload.optim.updates.whole_params import WholeParams
@@ -50,11 +50,15 @@ class RunTensors(NamedTuple):
     """The origin of this rank's part of the parameter, for a rule that dithers."""
     start: int = 0
     """The run's first element in that part."""
+    marks: torch.Tensor | None = None
+    """Get the bit of each element that changes, int64, 64 bits each; None: nobody asked, or it is in fp32."""
 
     def pieces(self, numel: int) -> Iterator[RunTensors]:
         """Cut it into runs of so many elements, a multiple of `TILE_NUMEL`; the last one may be smaller."""
         for first in range(0, self.param.numel(), numel):
-            part, tiles = slice(first, first + numel), slice(first // TILE_NUMEL, (first + numel) // TILE_NUMEL)
+            part, tiles, words = (
+                slice(first // each, (first + numel) // each) for each in (1, TILE_NUMEL, MARKS_IN_WORD)
+            )
             yield self._replace(
                 param=self.param[part],
                 grad=self.grad[part],
@@ -62,6 +66,7 @@ class RunTensors(NamedTuple):
                 states=[state[part] for state in self.states],
                 checksums=None if self.checksums is None else self.checksums[tiles],
                 start=self.start + first,
+                marks=None if self.marks is None else self.marks[words],
             )
 
 
@@ -79,6 +84,13 @@ class Places(Protocol):
 
     def origin(self, run: Run) -> Origin | None:
         """Return the origin of the parameter, whose rule dithers; else None."""
+
+    def marks(self, run: Run) -> torch.Tensor | None:
+        """Return where a run notes which elements change; None if nobody asked."""
+
+    @property
+    def num_marked(self) -> int:
+        """Return a number that is another one when any run notes that elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,7 @@ class SubgroupStep:
             self.scalars[run.param],
             self.places.origin(run),
             run.start,
+            self.places.marks(run),
         )
 
     def addresses(self, runs: Sequence[Run]) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,12 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.units import parse_bytes
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.warn import door
+from nvme_offload.offload.weights.patch import WeightPatch
+from nvme_offload.offload.weights.writer import weight_items
 from nvme_offload.optim.checkpoint import save_load as checkpoint
 from nvme_offload.optim.checkpoint.background import begin_save
 from nvme_offload.optim.checkpoint.contents import Wanted
-from nvme_offload.optim.checkpoint.export import export_safetensors, save_adapter, weights_of
+from nvme_offload.optim.checkpoint.export import export_safetensors, save_adapter
 from nvme_offload.optim.checkpoint.run_state import TrainingParts
 from nvme_offload.optim.checkpoint.sites import CheckpointSite
 from nvme_offload.optim.durable.identity import ModelRecord
@@ -37,6 +39,8 @@ from nvme_offload.optim.ranks.collective import on_every_rank
 from nvme_offload.optim.ranks.peers import Peers
 from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.telemetry.stats import Span
+from nvme_offload.optim.weights.patches import patch_of, version_of
+from nvme_offload.optim.weights.whole import weights_of
 from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
 from nvme_offload.optim.zero.meshes import MeshRoles
@@ -746,20 +750,47 @@ class OffloadEngine:
         folder, writes = _folder(dir, "save_adapter"), CheckpointSite.of(self._training).is_keeper
         return save_adapter(self.module, folder, adapters, dtype, self.precision_plan.own, self._group, writes)
 
-    def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]:
+    @overload
+    def weights(self, dtype: str = "own") -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    @overload
+    def weights(self, dtype: str = "own", *, since: str) -> WeightPatch: ...
+
+    def weights(
+        self, dtype: str = "own", *, since: str | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]] | WeightPatch:
         """Return name and whole value of every weight, one at a time: to hand to another program, such as vLLM.
+
+        With `since`, return what has changed since a version: a `WeightPatch`, for `apply_patch` or another program.
+        When it was gone through, only its own version and later ones are known: give it to all who want it.
 
         Every rank has to go through all of them. Memory is taken for one; no step may come in between.
 
         Args:
             dtype: see `export_safetensors`.
+            since: what `weights_version` was when the other program had the weights. For a version that is not known
+                (any more) the patch has all weights; a warning says so, but for "".
 
         Raises:
             ValueError: there is no such `dtype`, or a weight is too large for fp16.
             SwapIOError: parameters on a tier could not be read.
+            StateError: a step stopped halfway; or weights have changed while a patch was gone through.
         """
         self._drop_gathered()
-        return weights_of(self.module, dtype, self.precision_plan.own, self._group)
+        own, group = self.precision_plan.own, self._group
+        if since is None:
+            return weights_of(self.module, dtype, own, group)
+        return patch_of(self.module, self.optimizer.store, since, dtype, own, group)
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights as they are: in a durable run the identity of their commit, else a number.
+
+        The first call, or the first ``weights(since=...)``, begins to mark what changes: 1/8 B for each 16-bit
+        parameter, in memory. Every rank has to ask.
+        """
+        self._drop_gathered()
+        return version_of(self.optimizer.store, dict(weight_items(self.module)), self._group)
 
     def save_16bit_model(
         self,

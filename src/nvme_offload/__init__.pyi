@@ -35,6 +35,7 @@ from nvme_offload.offload.errors import (
 )
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
+from nvme_offload.offload.weights.patch import WeightChange, WeightPatch, apply_patch, save_patch
 from nvme_offload.offload.weights.writer import weight_items, write_sharded
 from nvme_offload.optim.access.full_values import (
     get_full_grad,
@@ -105,14 +106,18 @@ __all__ = [
     "TensorSwapper",
     "Transfer",
     "UpdateRule",
+    "WeightChange",
     "WeightFileError",
+    "WeightPatch",
     "WeightsError",
+    "apply_patch",
     "check_numbers",
     "get_full_grad",
     "get_full_optimizer_state",
     "get_full_param",
     "initialize",
     "rounded",
+    "save_patch",
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",

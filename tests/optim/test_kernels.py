@@ -20,7 +20,7 @@ from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
 from nvme_offload.optim.layout.dither import words
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.geometry import Part
-from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_tiles
+from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, num_marks, num_tiles
 from tests.support.kernel_twins import POOLS, State, Twin, awkward, flushed_denormals, same_bits, scalars_at
 from tests.support.pairs import each_value_once
 from tests.support.rules import CASES, NAMES
@@ -105,6 +105,32 @@ def test_a_block_changed_behind_our_back_is_counted_and_its_master_made_anew(for
         twin.update(grad, scalars_at(step))
         assert state.update(pool, grad, scalars_at(step)) == num_changed
         assert state.differs_from(twin) == []
+
+
+@pytest.mark.parametrize("form", [MasterForm.SPLIT, MasterForm.FULL])
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.isa}-{pool.num_threads}")
+def test_marks_say_which_words_updates_changed_until_they_are_taken_away(pool, form):
+    numel = 2 * TILE_NUMEL + 4096 + 67
+    generator = torch.Generator().manual_seed(5)
+    state = State.of((torch.randn(numel, generator=generator) * 0.02).numpy(), form)
+    marks, expected = torch.zeros(num_marks(numel), dtype=torch.int64), torch.zeros(numel, dtype=torch.bool)
+    for step in (1, 2, 3):
+        if step == 2:
+            state.param.data[TILE_NUMEL + 3] = 0.5  # of a tile that somebody has changed all is marked
+            expected[TILE_NUMEL : 2 * TILE_NUMEL] = True
+        before = state.param.clone()
+        grad = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < 0.1)
+        state.update(pool, grad, scalars_at(step, lr=1e-5, weight_decay=0.0), marks=marks)
+        expected |= before.view(torch.int16) != state.param.view(torch.int16)
+        assert torch.equal(kernels.marked(marks, numel), expected.nonzero().flatten())
+        assert 0 < kernels.num_marked(marks, numel) == int(expected.sum()) < numel
+        own = torch.zeros_like(marks)
+        pool.mark_changed(before, state.param, own)
+        assert torch.equal(kernels.marked(own, numel), (before != state.param).nonzero().flatten())
+    with pytest.raises(ValueError, match="marks are of 16-bit parameters alone"):
+        State.of(np.zeros(64, np.float32), MasterForm.ITSELF).update(
+            pool, torch.ones(64), scalars_at(1), marks=marks[:1]
+        )
 
 
 def test_without_checksums_the_master_is_believed():

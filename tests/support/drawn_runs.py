@@ -169,18 +169,22 @@ def train(path, name, note, case, mistake=False):
                 layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + case["ahead"]])
             norms = []
             for step in steps_left(engine, name, note) if note else range(STEPS):
-                if case["uses"]:
-                    engine.module.uses = case["uses"][step % len(case["uses"])]
-                loss = partial(_loss, engine, step, case["overflows"] and step % 5 == 2)
-                if case["order"] == "vertical":
-                    engine.accumulate(loss, range(case["count"]))
-                    engine.step()
-                for micro in range(case["count"] if case["order"] == "horizontal" else 0):
-                    engine.backward(loss(micro))
-                    engine.step()
+                take_step(engine, case, step)
                 norms.append(engine.get_global_grad_norm())
             state = {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
             return state if note else state | {"norms": repr(norms)}
+
+
+def take_step(engine, case, step):
+    if case["uses"]:
+        engine.module.uses = case["uses"][step % len(case["uses"])]
+    loss = partial(_loss, engine, step, case["overflows"] and step % 5 == 2)
+    if case["order"] == "vertical":
+        engine.accumulate(loss, range(case["count"]))
+        engine.step()
+    for micro in range(case["count"] if case["order"] == "horizontal" else 0):
+        engine.backward(loss(micro))
+        engine.step()
 
 
 def _loss(engine, step, overflows, micro):

@@ -113,8 +113,9 @@ for case, changes in VARIANTS:
     origin = ("i64", "i64", "i32", "i32", ("i32", "i32"), ("i64", "i32")) if rule.dithers else ()
     for form, (param, master) in enumerate((("*i16", "*i16"), ("*i16", "*fp32"), ("*fp32", "*fp32"))):
         types = ["constexpr"] * 3 + [param, "*i16", master, (state,) * len(rule.states), "*i64", "*i64", "*i64"]
-        types += [("fp32",) * len(numbers), "fp32", origin, "i32"]
-        compiled(kernels._update_tile, types, {"UPDATE": update, "FORM": form, "BF16_GRAD": True})
+        types += [("fp32",) * len(numbers), "fp32", origin, "*i64", "i32", "constexpr"]
+        how = {"UPDATE": update, "FORM": form, "BF16_GRAD": True, "MARKS": form < 2}
+        compiled(kernels._update_tile, types, how)
 print("squares")
 compiled(kernels._sum_tile, ["*i16", "*fp64", "i32", "constexpr"], {"BF16_GRAD": True})
 """

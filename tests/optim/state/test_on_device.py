@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvme_offload import ConfigError, FaultSpec, OffloadConfig, OffloadMuon
 from nvme_offload.optim.kernels import KernelPool, OnAccelerator, make_segment
 from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import TILE_NUMEL
+from nvme_offload.optim.layout.master import TILE_NUMEL, num_marks
 from nvme_offload.optim.step.norm import sums_from_device
 from nvme_offload.optim.updates.in_torch import update_run, update_run_fused
 from nvme_offload.optim.updates.mirrored import DeviceMirror
@@ -234,18 +234,20 @@ def assert_bits_of_the_kernel(case, dtype, numel, update):
     # The part is 10 x 11 x 608 of a larger tensor, and the run begins in it behind 11 elements.
     origin = Origin(3, 2**32 - 10**7, (10, 11, 608), (10**6, 10**4, 1)) if rule.dithers else None
     sums, known = (there.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
+    marks = [torch.zeros(num_marks(numel), dtype=torch.int64) if is_half else None for _ in range(2)]
     for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
         if step == 2 and is_half:
             ours[0][numel // 2] = theirs[0][numel // 2] = 1.5
         grad, scale = gradient(step, grad_dtype, numel), float(np.float32(0.7))
         scalars = StepScalars(rule.scalars(case.settings, step), scale, (step,) if rule.dithers else ())
-        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin, start=11)
+        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin, 11, marks[0])
         segment = make_segment(
             param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
-            scalars=scalars.of_kernel, grad_scale=scale, origin=origin, start=11,
+            scalars=scalars.of_kernel, grad_scale=scale, origin=origin, start=11, marks=marks[1],
         )  # fmt: skip
         assert int(update(rule, run)) == sum(pool.update([segment])) == (step == 2 and is_half)
         assert sums is None or torch.equal(sums, there.tile_checksums(ours[0]))
+        assert sums is None or torch.equal(*marks)
         flat = [[part for part in (each[0], each[1], *each[2]) if part is not None] for each in (ours, theirs)]
         for one, other in zip(*flat, strict=True):
             as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]

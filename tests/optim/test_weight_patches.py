@@ -1,0 +1,254 @@
+"""Old weights and a patch are the weights, bit for bit; a chain of patches is right, or refused."""
+
+import copy
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, save_patch
+from tests.support.drawn_patches import bits, drawn, patched, run
+from tests.support.forked import ROOT
+from tests.support.rules import CASES
+from tests.support.training import section
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Small(nn.Module):
+    """A frozen matrix, a buffer that each forward changes, a transposed weight, one in fp32, one that is never used."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.wide = nn.Linear(300, 257).to(dtype)
+        self.turned = nn.Parameter((torch.randn(257, 300) * 0.1).to(dtype).t())
+        self.norm = nn.BatchNorm1d(300)
+        self.frozen = nn.Parameter(torch.randn(30, 30).to(dtype), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(70_001).to(dtype))
+
+
+def take_step(model, optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        if param.requires_grad and name != "unused":
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    model.norm.train()(torch.randn(4, 300, generator=generator))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+MOMENTUM, SGD = CASES[-1], next(case for case in CASES if case.name == "SGD")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "place"),
+    [
+        (CASES[0], torch.bfloat16, "cpu"),
+        (CASES[0], torch.bfloat16, "durable"),
+        (CASES[0], torch.float16, "nvme"),
+        (CASES[0], torch.float32, "durable"),
+        (MOMENTUM, torch.bfloat16, "nvme"),
+        (SGD, torch.float16, "durable"),
+    ],
+    ids=str,
+)
+def test_a_plain_module_follows_by_patches(case, dtype, place, tmp_path):
+    torch.manual_seed(0)
+    model = Small(dtype)
+    config = section(None if place == "cpu" else tmp_path, sub_group_size=65536)
+    if place == "durable":
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": 3}
+    follower = copy.deepcopy(model)
+    with case.make(model.parameters(), config, lr=1e-5) as optimizer:
+        version, sizes = optimizer.weights_version, []
+        apply_patch(follower, optimizer.weights(model, since=""), at=version)
+        version = optimizer.weights_version
+        for number in range(7):
+            if number == 2:
+                model.wide.weight.data[3, 5] += 1  # noticed by nobody but the checksums
+            if number == 3:
+                model.frozen.data.mul_(2)
+                model.norm.weight.data.add_(1)
+            if number == 4 and "master" in (entries := optimizer.state[model.turned]):
+                entries["master"] = entries["master"] * 2
+            if number != 5:
+                take_step(model, optimizer, number)
+            patch = optimizer.weights(model, since=version)
+            assert patch.since == version, patch
+            version = apply_patch(follower, patch)
+            assert version == optimizer.weights_version == patch.version
+            ours, theirs = model.state_dict(), follower.state_dict()
+            assert [name for name in ours if not torch.equal(bits(ours[name]), bits(theirs[name]))] == []
+            sizes.append(version)
+        assert len(set(sizes)) == 6  # another version with each change, and the same one without
+
+
+def test_an_unused_weight_is_not_in_a_patch_and_few_words_are(tmp_path):
+    torch.manual_seed(0)
+    model = Small(torch.bfloat16)
+    with OffloadAdamW(model.parameters(), lr=1e-6, offload=section(tmp_path)) as optimizer:
+        version = optimizer.weights_version
+        take_step(model, optimizer, 0)
+        changes = {change.name: change for change in optimizer.weights(model, since=version)}
+        assert changes.keys() == set(model.state_dict()) - {"unused"}  # what has no marks comes once
+        take_step(model, optimizer, 1)
+        change = {change.name: change for change in optimizer.weights(model, since=optimizer.weights_version)}["turned"]
+        assert change.size_bytes < 0.06 * 2 * 300 * 257
+        assert changes["wide.weight"].indices is not None
+
+
+def test_what_is_unknown_gives_all_weights_and_says_why(tmp_path):
+    model = Small(torch.bfloat16)
+    with OffloadAdamW(model.parameters(), lr=1e-3, offload=section(tmp_path)) as optimizer:
+        with pytest.warns(RuntimeWarning, match="nobody had asked for versions before, so the patch has all weights"):
+            patch = optimizer.weights(model, since="another-0")
+        have, sparse = patched({}, patch)
+        assert (patch.since, sparse, have.keys()) == (None, 0, model.state_dict().keys())
+        first = optimizer.weights_version
+        take_step(model, optimizer, 0)
+        assert optimizer.weights(model, since=first).since == first  # nobody went through it
+        taken = optimizer.weights(model, since=first)
+        patched(have, taken)
+        with pytest.warns(RuntimeWarning, match="not known any more"):
+            assert optimizer.weights(model, since=first).since is None
+        assert optimizer.weights(model, since=taken.version).since == taken.version
+        stale = iter(optimizer.weights(model, since=taken.version))
+        take_step(model, optimizer, 1)
+        with pytest.raises(StateError, match="a change since then"):
+            list(stale)
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.warns(RuntimeWarning, match="all weights"):
+            assert optimizer.weights(model, since=taken.version).since is None
+
+
+def test_a_resumed_run_knows_the_version_of_its_commit(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = Small(torch.bfloat16)
+        config = section(tmp_path, sub_group_size=65536)
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": 3}
+        return model, OffloadAdamW(model.parameters(), lr=1e-5, offload=config)
+
+    model, optimizer = made()
+    with optimizer:
+        for step in range(3):
+            take_step(model, optimizer, step)
+        version, have = optimizer.weights_version, copy.deepcopy(model.state_dict())
+    model, optimizer = made()
+    with optimizer:
+        optimizer.resume()
+        model.load_state_dict(
+            {name: value for name, value in have.items() if name not in dict(model.named_parameters())}, strict=False
+        )
+        assert optimizer.weights_version == version
+        take_step(model, optimizer, 3)
+        patch = optimizer.weights(model, since=version)
+        assert patch.since == version
+        have, sparse = patched(have, patch)
+        assert sparse > 0
+        assert all(torch.equal(bits(have[name]), bits(value)) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_drawn_chains_are_the_weights(ranks, tmp_path):
+    cases = drawn(random.Random(ranks), 3, ranks=ranks)
+    assert [wrong for wrong, _ in run(tmp_path, cases) if wrong and not wrong.startswith("refused")] == []
+
+
+def small_patches(folder, steps=4):
+    """Return a model as it was, and after steps, each written as a patch."""
+    torch.manual_seed(0)
+    model = Small(torch.bfloat16)
+    before = copy.deepcopy(model)
+    with OffloadAdamW(model.parameters(), lr=1e-4, offload=section(folder)) as optimizer:
+        version = ""
+        for step in range(steps):
+            take_step(model, optimizer, step)
+            patch = optimizer.weights(model, since=version)
+            save_patch(patch, folder / "patches")
+            version = patch.version
+    return before, model, version
+
+
+def test_a_chain_of_files_is_followed_from_wherever_a_model_is(tmp_path):
+    before, model, version = small_patches(tmp_path)
+    other = copy.deepcopy(before)
+    links = json.loads((tmp_path / "patches" / "versions.json").read_text())["patches"]
+    assert [link["since"] for link in links] == [None, *(link["version"] for link in links[:-1])]
+    assert apply_patch(before, tmp_path / "patches") == version == apply_patch(before, tmp_path / "patches")
+    ours, theirs = before.state_dict(), model.state_dict()
+    assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "versions.json").write_text(json.dumps({"format": 1, "patches": links[1:]}))
+    with pytest.raises(StateError, match="a patch since elsewhere, or one of all weights"):
+        apply_patch(other, tmp_path / "cut", at="elsewhere")
+
+
+def test_a_broken_chain_or_file_is_refused_and_a_whole_patch_heals_it(tmp_path):
+    before, _, version = small_patches(tmp_path)
+    folder = tmp_path / "patches"
+    index, files = folder / "versions.json", sorted(folder.glob("*.safetensors"))
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({**content, "patches": [content["patches"][0], content["patches"][2]]}))
+    with pytest.raises(WeightsError, match="do not follow each other"):
+        apply_patch(before, folder)
+    index.write_text(json.dumps(content))
+    damaged = bytearray(files[2].read_bytes())
+    damaged[-5] ^= 1
+    files[2].write_bytes(damaged)
+    with pytest.raises(WeightsError, match="the file is damaged"):
+        apply_patch(before, folder)
+    model = Small(torch.bfloat16)
+    with OffloadAdamW(model.parameters(), lr=1e-4, offload=section(tmp_path)) as optimizer:
+        with pytest.raises(StateError, match=f"a patch since {version}, actual one since "):
+            save_patch(optimizer.weights(model, since=optimizer.weights_version), folder)
+        patch = optimizer.weights(model, since="")
+        save_patch(patch, folder)
+        assert apply_patch(before, folder) == patch.version
+    assert [link["since"] for link in json.loads(index.read_text())["patches"]] == [None]
+    with pytest.raises(WeightsError, match=r"turned of shape \(300, 257\): the model has no such weight"):
+        apply_patch(nn.Linear(2, 2), folder)
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from tests.optim.test_weight_patches import *
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+model = Small(torch.bfloat16)
+with OffloadAdamW(model.parameters(), lr=1e-4, offload=section(folder)) as optimizer:
+    version = ""
+    for step in range(1000):
+        take_step(model, optimizer, step)
+        patch = optimizer.weights(model, since=version)
+        save_patch(patch, folder / "patches")
+        version = patch.version
+        print(version, digest_of(model), flush=True)
+"""
+
+
+def digest_of(model):
+    return hashlib.sha256(b"".join(bits(each).numpy().tobytes() for each in model.state_dict().values())).hexdigest()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.slow)])
+def test_whoever_writes_may_be_killed_at_any_moment(kills, tmp_path):
+    follower, chance = Small(torch.bfloat16), random.Random(0)
+    for _ in range(kills):
+        with subprocess.Popen([sys.executable, "-c", WRITES, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as writer:
+            lines = [writer.stdout.readline() for _ in range(chance.randrange(1, 5))]
+            time.sleep(chance.random() * 0.05)
+            writer.kill()
+            lines += writer.stdout.readlines()
+        said = dict(line.decode().split() for line in lines if line.endswith(b"\n"))
+        version = apply_patch(follower, tmp_path / "patches")
+        assert apply_patch(follower, tmp_path / "patches") == version
+        assert said.get(version, digest_of(follower)) == digest_of(follower)  # the latest may not have been said
+        assert version.split("-")[0] in {known.split("-")[0] for known in said}
