@@ -120,11 +120,10 @@ def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tens
     return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
 
 
-@dataclass(frozen=True)
-class ParamToPlace:
+class ParamToPlace(NamedTuple):
     """The planner needs to know this of a parameter."""
 
-    index: int
+    number: int
     group: int
     numel: int
     dtype: torch.dtype
@@ -172,7 +171,7 @@ def plan_subgroups(
             if numel == 0:
                 close()
                 continue
-            pending.append(Run(param.index, start, start + numel, at))
+            pending.append(Run(param.number, start, start + numel, at))
             start += numel
     close()
     return subgroups

@@ -5,9 +5,9 @@ These are pure functions of sizes and of the section. The state itself is cut an
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE
+from nvme_offload.optim.layout.master import FORM_OF_DTYPE, state_itemsize
 from nvme_offload.optim.layout.subgroup import ParamToPlace
 from nvme_offload.optim.precision.parameter import ParameterPrecision
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -25,6 +25,8 @@ from nvme_offload.optim.state.table import ParamTable
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.parts import parts_of
 from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
+
+T = TypeVar("T")
 
 GATHERED = "gathered groups"
 """This is the kind of the unit of gathered parameters, and of gradients before they are reduced."""
@@ -45,6 +47,7 @@ class GroupSize(NamedTuple):
 
     name: str
     shards: Sequence[ShardSize]
+    """Groups that are alike may share one sequence: what follows from it is then counted once."""
     owner: object = None
     """The layer or end that gathers them, perhaps with others; None: they are in no layer, and gathered all along."""
 
@@ -66,51 +69,56 @@ class Account:
 
     def places(self, log_itemsize: int = 0) -> list[ParamToPlace]:
         """Return the parameters that have state, for `plan_subgroups`; each has the number of its group."""
+        in_blocks = self.config.has_block_tiers
+        trained = self._of_each(
+            lambda group: [(s.form.numel, s.form.dtype, s.rule) for s in group.shards if s.trainable]
+        )
         return [
-            ParamToPlace(
-                number,
-                0,
-                shard.form.numel,
-                shard.form.dtype,
-                shard.rule,
-                number if self.config.has_block_tiers else -1,
-                log_itemsize,
-            )
-            for number, group in enumerate(self.groups)
-            for shard in group.shards
-            if shard.trainable
+            ParamToPlace(number, 0, *shard, number if in_blocks else -1, log_itemsize)
+            for number, shards in enumerate(trained)
+            for shard in shards
         ]
 
     def blocks(self) -> list[Unit]:
         """Return what is within the host budget beside the state; see `BlockTiers.units`."""
         params, grads, units = self.config.zero_optimization.offload_param, self.config.offload_gradients, list[Unit]()
         if PARAMS in self._in_blocks:
-            sized = []
-            for group in self.groups:
-                forms = [shard.form for shard in group.shards]
-                trainable = any(shard.trainable for shard in group.shards)
-                sized.append((param_unit(self.config, group.name, forms, trainable=trainable), forms))
+            sized = self._of_each(self._param_block)
             blocks = keep_first(params.max_in_cpu or 0, sized)
             units += [staging_unit(self.config, PARAMS, blocks, params.buffer_count), *blocks]
         if GRADS in self._in_blocks:
-            blocks = [
-                grad_unit(self.config, group.name, [(s.form.numel, s.precision.accumulate) for s in group.shards])
-                for group in self.groups
-                if all(shard.trainable for shard in group.shards)
-            ]
+            blocks = [unit for unit in self._of_each(self._grad_block) if unit is not None]
             units += [staging_unit(self.config, GRADS, blocks, grads.buffer_count), *blocks]
         return units
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, without what rounding adds."""
+        return sum(self._of_each(_state_bytes))
+
+    def _param_block(self, group: GroupSize) -> tuple[Unit, list[Padded]]:
+        forms = [shard.form for shard in group.shards]
+        trainable = any(shard.trainable for shard in group.shards)
+        return param_unit(self.config, group.name, forms, trainable=trainable), forms
+
+    def _grad_block(self, group: GroupSize) -> Unit | None:
+        if not all(shard.trainable for shard in group.shards):
+            return None
+        return grad_unit(self.config, group.name, [(s.form.numel, s.precision.accumulate) for s in group.shards])
+
+    def _of_each(self, what: Callable[[GroupSize], T]) -> list[T]:
+        """Return what a function makes of each group; of those that share their shards, of the first."""
+        found = {id(group.shards): group for group in reversed(self.groups)}
+        made = {key: what(group) for key, group in found.items()}
+        return [made[id(group.shards)] for group in self.groups]
 
     def residents(self) -> Iterator[Unit]:
         """Yield parameters and gradients that are in no block, and the most that is gathered at once."""
         device: Tier = "device" if self.on_device else "host"
-        shards = [shard for group in self.groups for shard in group.shards]
         if PARAMS not in self._in_blocks:
-            stored = sum(shard.form.numel * shard.form.dtype.itemsize for shard in shards)
-            yield Unit(PARAMS, PARAMS, stored, tiers=(device,))
+            yield Unit(PARAMS, PARAMS, sum(self._of_each(_stored_bytes)), tiers=(device,))
         if GRADS not in self._in_blocks:
-            kept = sum(shard.form.numel * shard.precision.accumulate.itemsize for shard in shards if shard.trainable)
-            yield Unit(GRADS, GRADS, kept, tiers=(device,))
+            yield Unit(GRADS, GRADS, sum(self._of_each(_grad_bytes)), tiers=(device,))
         yield Unit(GATHERED, GATHERED, self._gathered_bytes(), tiers=(device,))
 
     def to_come(self, tier: Tier = "host", *, on_meta: bool = False) -> int:
@@ -138,21 +146,29 @@ class Account:
         all layers stay gathered. One rank alone computes on its shards; where they are cast or lent, on one layer's
         copies at a time.
         """
-        alone, in_blocks = self.num_shards == 1, self._in_blocks
+        alone = self.num_shards == 1
         params, grads, reduced = Counter[object](), Counter[object](), Counter[object]()
-        for group in self.groups:
-            for shard in group.shards:
-                dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gathered.itemsize
-                if not alone or PARAMS in in_blocks or dtypes.gathered != dtypes.storage:
-                    params[group.owner] += computed
-                if shard.trainable and (not alone or GRADS in in_blocks or dtypes.accumulate != dtypes.gather):
-                    grads[group.owner] += computed
-                if shard.trainable and not alone:
-                    reduced[group.owner] += shard.whole_numel * dtypes.reduce.itemsize
+        for group, (of_params, of_grads, of_reduced) in zip(self.groups, self._of_each(self._gathered), strict=True):
+            params[group.owner] += of_params
+            grads[group.owner] += of_grads
+            reduced[group.owner] += of_reduced
         root = params.pop(None, 0) + grads.pop(None, 0)
         is_freed = self.config.zero_optimization.stage == 3
         layers = (1 if alone else 2) * _largest(params) if is_freed else sum(params.values())
         return round(root + layers + _largest(grads) + _largest(reduced) * (1 + 1 / self.num_shards))
+
+    def _gathered(self, group: GroupSize) -> tuple[int, int, int]:
+        """Return the bytes of a group's gathered parameters, of their gradients, and of these when they are reduced."""
+        alone, in_blocks, params, grads, reduced = self.num_shards == 1, self._in_blocks, 0, 0, 0
+        for shard in group.shards:
+            dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gathered.itemsize
+            if not alone or PARAMS in in_blocks or dtypes.gathered != dtypes.storage:
+                params += computed
+            if shard.trainable and (not alone or GRADS in in_blocks or dtypes.accumulate != dtypes.gather):
+                grads += computed
+            if shard.trainable and not alone:
+                reduced += shard.whole_numel * dtypes.reduce.itemsize
+        return params, grads, reduced
 
 
 def account_of(config: OffloadConfig, table: ParamTable) -> Account:
@@ -169,6 +185,19 @@ def account_of(config: OffloadConfig, table: ParamTable) -> Account:
     sizes = [GroupSize("", shards, owner) for owner, shards in groups.items()]
     is_sharded = any(is_dtensor(leaf) for leaf in table.leaves)
     return Account(config, sizes, dist.get_world_size() if is_sharded else 1, is_device(table.device))
+
+
+def _stored_bytes(group: GroupSize) -> int:
+    return sum(shard.form.numel * shard.form.dtype.itemsize for shard in group.shards)
+
+
+def _state_bytes(group: GroupSize) -> int:
+    trained = (shard for shard in group.shards if shard.trainable)
+    return sum(s.form.numel * state_itemsize(FORM_OF_DTYPE[s.form.dtype], s.rule.states) for s in trained)
+
+
+def _grad_bytes(group: GroupSize) -> int:
+    return sum(shard.form.numel * shard.precision.accumulate.itemsize for shard in group.shards if shard.trainable)
 
 
 def _largest(sizes: Counter[object]) -> int:

@@ -341,7 +341,7 @@ class StateStore(StepState):
         for place in places:
             itemsize = sealed_itemsize if self.durability.takes_all else state_itemsize
             needed = place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
-            self._placement.check_whole(place.rule, needed, self.table[place.index].name)
+            self._placement.check_whole(place.rule, needed, self.table[place.number].name)
         return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.durability.takes_all)
 
     def _plan(self, subgroups: Sequence[Subgroup], blocks: Sequence[Unit]) -> TierPlan:

@@ -29,6 +29,8 @@ from nvme_offload.perf.plan.shape import ModelShape
 
 WIDTH, TOKENS, STEPS = 1024, 8, 3
 SHARE, SLACK_BYTES = 0.10, 64 * MiB
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MiB)}
+"""Without it malloc keeps freed layers for later, in pieces: see docs/costs.md."""
 BOUND = f"the plan, {SHARE:.0%} and {SLACK_BYTES // MiB} MiB"
 
 
@@ -77,7 +79,7 @@ def growth_row(case: MemoryCase, predicted: int, measured: int) -> Row:
 
 def memory_of(path: Path, case: MemoryCase) -> Row:
     """Run a case in a process of its own, and predict it."""
-    with TemporaryDirectory() as folder, Child(grow, Path(folder) / "log") as child:
+    with TemporaryDirectory() as folder, Child(grow, Path(folder) / "log", environment=GIVES_BACK) as child:
         child.tell((case, path))
         measured: int = child.finish("growth")
     return growth_row(case, case.planned(path), measured)

@@ -5,20 +5,21 @@ is kept for backward and where, and the order of micro-batches. What fits is a m
 milliseconds each. Of what fits the fastest is taken where rates are known, and else what moves the fewest bytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET
 from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, residents
+from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, may_fit, residents
 from nvme_offload.perf.plan.prediction import ACTIVATIONS, LEAST_GAIN, Prediction, predict, tier_plan
 from nvme_offload.perf.plan.shape import ModelShape
 
@@ -53,11 +54,15 @@ class ChosenSection:
     """A section, why it is this one, and where everything of one rank has its place with it."""
 
     section: dict[str, Any]
-    name: str
-    """The section in words: the places of state, gradients, parameters and activations."""
+    point: "Point"
     job: Job
     tiers: TierPlan
     why: str = ""
+
+    @property
+    def name(self) -> str:
+        """The section in words: the places of state, gradients, parameters and activations."""
+        return self.point.name
 
 
 @dataclass(frozen=True)
@@ -82,57 +87,57 @@ class Chooser:
 
         Where none fits, it is the one that lacks least.
         """
-        fitting, lacking = list[ChosenSection](), list[ChosenSection]()
-        for choice in self._worth_trying(shape):
-            (lacking if choice.tiers.missing else fitting).append(choice)
+        fitting, lacking = list[ChosenSection](), list[Point]()
+        for point in self._worth_trying(fitting):
+            choice = point.tried(self, shape) if may_fit(self.job(point.config, shape), self.machine) else None
+            if choice is not None and not choice.tiers.missing:
+                fitting.append(choice)
+            else:
+                lacking.append(point)
+        tried = (choice for point in reversed(lacking) if (choice := point.tried(self, shape)) is not None)
         if not fitting:
-            least = min(lacking, key=lambda choice: sum(choice.tiers.missing.values()))
+            least = min(reversed(list(tried)), key=lambda choice: sum(choice.tiers.missing.values()))
             return _because(least, "nothing fits; this lacks least")
-        return self._best(fitting, lacking)
+        return self._best(fitting, next(tried, None))
 
     def fits(self, shape: ModelShape) -> bool:
         """Return whether any section lets a model be trained; those that need least memory are tried first."""
-        tried = (candidate.tried(self, shape) for candidate in reversed(list(self.points())))
-        return any(choice is not None and not choice.tiers.missing for choice in tried)
+        points = (point for point in reversed(self.points) if may_fit(self.job(point.config, shape), self.machine))
+        return any(choice is not None and not choice.tiers.missing for choice in (p.tried(self, shape) for p in points))
 
-    def _worth_trying(self, shape: ModelShape) -> Iterator[ChosenSection]:
-        """Try candidates from what moves least on; leave out those that move more than another which is no slower.
+    def may_fit(self, shape: ModelShape) -> bool:
+        """Return False where no section can, however its parts are placed."""
+        return any(may_fit(self.job(point.config, shape), self.machine) for point in reversed(self.points))
+
+    def _worth_trying(self, fitting: "Sequence[ChosenSection]") -> "Iterator[Point]":
+        """Yield points from what moves least on; leave out those that move more than one in `fitting` and gain nothing.
 
         For each order of micro-batches and each way of keeping activations, what follows the second residency that
-        fits moves more and gains nothing. For each residency, activations move no further than they have to.
+        fits moves more and is no faster. For each residency, activations move no further than they have to.
         """
-        num_fitting: dict[tuple[str, str], int] = {}
-        moved_enough: set[tuple[int, str, str]] = set()
-        for candidate in self.points():
-            order, keep = candidate.order, candidate.keep
-            here = candidate.residency, order, keep
-            if here in moved_enough or num_fitting.get((order, keep), 0) >= 2:
-                continue
-            if (choice := candidate.tried(self, shape)) is None:
-                continue
-            if not choice.tiers.missing:
-                moved_enough.add(here)
-                num_fitting[order, keep] = num_fitting.get((order, keep), 0) + 1
-            yield choice
+        for point in self.points:
+            alike = [one.point for one in fitting if (one.point.order, one.point.keep) == (point.order, point.keep)]
+            if len(alike) < 2 and all(one.residency != point.residency for one in alike):
+                yield point
 
-    def _best(self, fitting: list[ChosenSection], lacking: list[ChosenSection]) -> ChosenSection:
+    def _best(self, fitting: list[ChosenSection], lacking: ChosenSection | None) -> ChosenSection:
         """Take the fastest of those that fit, or the first where rates are not known; say why, and what comes next."""
         timed = list[tuple[float, ChosenSection]]()
         moved = list[tuple[float, ChosenSection]]()
         for choice in sorted(fitting, key=self._least_seconds):
-            if timed and self._least_seconds(choice) > min(timed, key=lambda pair: pair[0])[0]:
-                continue  # a prediction takes a hundred times as long as this bound
+            if len(timed) > 1 and self._least_seconds(choice) > LEAST_GAIN * min(seconds for seconds, _ in timed):
+                continue  # it gains too little, and a prediction takes a hundred times as long as this bound
             found = predict(choice.job, self.machine, alone=True)
             if found.time is not None:
                 timed.append((found.time.seconds, choice))
             moved.append((_moved(found), choice))
         if not timed:
             best = min(moved, key=lambda pair: pair[0])[1]
-            return _because(best, _first_that_fits(best, lacking))
+            return _because(best, _first_that_fits(lacking))
         least = min(seconds for seconds, _ in timed)
         timed.sort(key=lambda pair: fitting.index(pair[1]))
         seconds, best = next((seconds, choice) for seconds, choice in timed if seconds * LEAST_GAIN <= least)
-        why = _first_that_fits(best, lacking)
+        why = _first_that_fits(lacking)
         others = sorted(((other, choice.name) for other, choice in timed if choice is not best), key=lambda it: it[0])
         if others:
             why += f"; an iteration takes {seconds:.3g} s, with {others[0][1]} {others[0][0]:.3g} s"
@@ -145,53 +150,57 @@ class Chooser:
         moved = sum(unit.bytes_read + unit.bytes_written for unit in choice.tiers.units_on("nvme"))
         return _NOT_KEPT * moved * self.machine.ranks_per_node / max(drives.mixed, drives.read)
 
-    def points(self) -> "Iterator[Point]":
-        """Yield the space, from what moves least to what needs least memory."""
-        drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in self.paths]}
-        common: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
-        if self.bf16_moments:
-            common["optimizer"] = {"params": {"state_dtype": "bf16"}}
-        if self.micro_batches > 1:
-            common["gradient_accumulation_steps"] = self.micro_batches
-        memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-        state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
-        places = [(common | {"zero_optimization": memory}, False)]
-        for each in CANDIDATES:
-            section = each.applied(state).model_dump(mode="json", exclude_defaults=True)
-            places.append((section, each.within_budget))
-        for (number, (section, fills)), keeping in product(enumerate(places), self._keeping(drive)):
-            for order in self._orders(section):
-                keep = keeping.get("activations", {}).get("keep", "")
-                yield Point(
-                    number, order, keep, section | keeping | ({"micro_batch_order": order} if order else {}), fills
-                )
+    @cached_property
+    def points(self) -> "tuple[Point, ...]":
+        """The space, from what moves least to what needs least memory."""
+        asked = self.micro_batches, self.bf16_moments
+        return _points(tuple(self.paths), *asked, tuple(self._keeping()))
 
-    def _orders(self, section: Mapping[str, Any]) -> Sequence[str]:
-        """Return the orders of micro-batches that differ with a section; one without a name where there is one."""
-        has_orders = self.micro_batches > 1 and OffloadConfig.from_dict(dict(section)).has_block_tiers
-        return ("horizontal", "vertical") if has_orders else ("",)
-
-    def _keeping(self, drive: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the ways of keeping activations: as the model does, then moved to the host, then to the drive."""
-        yield {}
+    def _keeping(self) -> Iterator[tuple[str, str]]:
+        """Yield the ways of keeping activations, and to where: as the model does, then the host, then the drive."""
+        yield "", ""
         if not self.checkpointing:
             return
         for keep in ("boundaries", "attention") if self.sequence else ("boundaries",):
             if self.machine.device_memory is not None:
-                yield {"activations": {"device": "cpu", "keep": keep}}
-            yield {"activations": {**drive, "keep": keep}}
+                yield keep, "cpu"
+            yield keep, "nvme"
 
-    def job(self, section: Mapping[str, Any] | Path, shape: ModelShape) -> Job:
+    def job(self, section: SectionLike, shape: ModelShape) -> Job:
         """Return what training a model with a section is, as `initialize` completes that."""
-        config = OffloadConfig.of(section).completed_for(self.machine.ranks)
         return Job(
             shape=shape,
-            config=config,
+            config=OffloadConfig.of(section).completed_for(self.machine.ranks),
             tokens=self.tokens,
             checkpointing=self.checkpointing,
             sequence=self.sequence,
             chunked_loss=self.chunked_loss,
         )
+
+
+@lru_cache(maxsize=8)  # one for each micro_batches and keeping: what is searched for many models
+def _points(
+    paths: tuple[Path, ...], micro_batches: int, bf16_moments: bool, keeping: tuple[tuple[str, str], ...]
+) -> "tuple[Point, ...]":
+    drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in paths]}
+    common: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    if bf16_moments:
+        common["optimizer"] = {"params": {"state_dtype": "bf16"}}
+    if micro_batches > 1:
+        common["gradient_accumulation_steps"] = micro_batches
+    memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    state = OffloadConfig.from_dict(common | {"zero_optimization": {"stage": 3, "offload_optimizer": drive}})
+    places = [(common | {"zero_optimization": memory}, False)]
+    for each in CANDIDATES:
+        places.append((each.applied(state).model_dump(mode="json", exclude_defaults=True), each.within_budget))
+    found = []
+    for (number, (section, fills)), (keep, device) in product(enumerate(places), keeping):
+        has_orders = micro_batches > 1 and OffloadConfig.from_dict(section).has_block_tiers
+        to = {"activations": {**(drive if device == "nvme" else {"device": device}), "keep": keep}} if keep else {}
+        for order in ("horizontal", "vertical") if has_orders else ("",):
+            whole = section | to | ({"micro_batch_order": order} if order else {})
+            found.append(Point(number, order, keep, whole, OffloadConfig.of(whole), fills))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -202,23 +211,24 @@ class Point:
     order: str
     keep: str
     section: dict[str, Any]
+    config: OffloadConfig
     fills_memory: bool = False  # what no budget covers leaves memory, which becomes the `host_budget`
 
     def tried(self, chooser: Chooser, shape: ModelShape) -> ChosenSection | None:
         """Return what the section comes to; None: what is left for a budget is less than the staging buffers."""
-        section = self.section
+        section, job = self.section, chooser.job(self.config, shape)
         if self.fills_memory:
-            if (left := _left(chooser.job(section, shape), chooser.machine)) < LEAST_BUDGET:
+            if (left := _left(job, chooser.machine) // MiB) * MiB < LEAST_BUDGET:
                 return None
-            section = section | {"host_budget": f"{left // MiB}MiB"}
-        job = chooser.job(section, shape)
+            section, job = section | {"host_budget": f"{left}MiB"}, job.with_keys(host_budget=left * MiB)
         try:
             tiers = tier_plan(PlacedJob(job, chooser.machine))
         except ConfigError:
             return None
-        return ChosenSection(section, self._name(), job, tiers)
+        return ChosenSection(section, self, job, tiers)
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
         """Return in words what the section says."""
         parts = [_RESIDENCIES[self.residency]]
         if kept := self.section.get("activations"):
@@ -236,15 +246,13 @@ def _because(choice: ChosenSection, reason: str) -> ChosenSection:
     why = f"{choice.name}: {reason}"
     if not (choice.tiers.units_on("nvme") or choice.tiers.missing):
         why = ALL_FITS + (f"; {choice.name.partition(', ')[2]}" if "activations" in choice.section else "")
-    return ChosenSection(choice.section, choice.name, choice.job, choice.tiers, why)
+    return ChosenSection(choice.section, choice.point, choice.job, choice.tiers, why)
 
 
-def _first_that_fits(best: ChosenSection, lacking: Iterable[ChosenSection]) -> str:
-    """Say what the last section before this one lacks, which moves less."""
-    before = list(lacking)
-    if not before:
+def _first_that_fits(last: ChosenSection | None) -> str:
+    """Say what the last section lacks that does not fit."""
+    if last is None:
         return "it fits"
-    last = before[-1]
     missing = ", ".join(f"{format_bytes(size)} of {_MEMORY[tier]}" for tier, size in last.tiers.missing.items())
     return f"with {last.name} {missing} would be missing"
 

@@ -29,6 +29,7 @@ from nvme_offload.perf.plan.catalog import (
 from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, step_of
 from nvme_offload.perf.plan.lora import Lora, LoraOption
 from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
+from nvme_offload.perf.plan.placing import may_fit
 from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
 from nvme_offload.perf.plan.remedies import remedies
 from nvme_offload.perf.plan.report import show
@@ -181,12 +182,13 @@ def _planned(
         choice = chooser.choose(shape)
         prediction = predict(choice.job, machine)
         if machine.capacity is not None:
-            largest = largest_model(shape, chooser.fits, prediction.tiers)
+            largest = largest_model(shape, chooser.may_fit, chooser.fits)
         return choice, prediction, largest
     job = chooser.job(file, shape)
     prediction = predict(job, machine)
     if machine.capacity is not None or not job.config.paths_of_tiers:
-        largest = largest_model(shape, lambda other: fits(replace(job, shape=other), machine), prediction.tiers)
+        may, does = (lambda other, found=found: found(replace(job, shape=other), machine) for found in (may_fit, fits))
+        largest = largest_model(shape, may, does)
     return None, prediction, largest
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nvme_offload.offload.foreign import parse_json, read_text
+from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
@@ -85,6 +86,13 @@ class Machine:
     time, or nobody knows."""
     network: float | None = None
     """Bytes per second between a node and the others, each way; None: gathers and reductions take no time there."""
+
+    @property
+    def budgets(self) -> dict[Tier, int]:
+        """Bytes that one rank has of each tier; of one that is not here no limit is known."""
+        sizes: dict[Tier, int | None] = {"host": self.host_memory // self.ranks_per_node, "device": self.device_memory}
+        sizes["nvme"] = self.capacity and self.capacity // self.ranks_per_node
+        return {tier: size for tier, size in sizes.items() if size is not None}
 
     @property
     def num_nodes(self) -> int:

@@ -1,9 +1,10 @@
 """A job is placed as the optimizer itself would: where one rank's state goes, and what else is in memory."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from math import inf
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -27,6 +28,7 @@ from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.state.placement import StatePlacement
 from nvme_offload.optim.step.schedule import hindrance, schedule_of
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from nvme_offload.optim.tiers.units import STAGING
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
 from nvme_offload.perf.plan.kept_state import KeptState
@@ -89,6 +91,11 @@ class Job:
         # What goes from layer to layer is fp32 with autocast, whose sums are.
         itemsize = DTYPES["fp32" if self.config.autocast_dtype else self.config.compute_dtype].itemsize
         return tensors * self.tokens * self.shape.hidden_size * itemsize + tied
+
+    @property
+    def base_in_place(self) -> bool:
+        """Whether frozen parameters on NVMe are read in the files they come in, which take no space of the drives."""
+        return bool(self.shape.adapters) and self.config.zero_optimization.offload_param.frozen != "copy"
 
     @property
     def keeps_attention(self) -> bool:
@@ -174,6 +181,23 @@ class PlacedJob:
         """Return where the state of each subgroup is."""
         return [tier for unit, tier in self._placed() if unit.kind == STATE]
 
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Everything that one rank holds, but for activations that the section moves."""
+        units = list(residents(self.job, self.account))
+        sums: dict[tuple[str, Tier], tuple[int, int, int]] = {}
+        for unit, tier in self._placed():
+            size, read, written = sums.get((unit.kind, tier), (0, 0, 0))
+            if unit.kind == STATE and tier == "nvme":  # a buffer, where logs have their place, too
+                size += unit.bytes_read
+            elif tier != "nvme" or not (self.job.base_in_place and is_frozen(unit)):
+                size += unit.size_bytes
+            sums[unit.kind, tier] = size, read + unit.bytes_read, written + unit.bytes_written
+        units += [Unit(kind, kind, *found, tiers=(tier,)) for (kind, tier), found in sums.items()]
+        if self.kept is not None:
+            units.append(self.kept.unit(self.subgroups, sum(self.on_nvme)))
+        return units
+
     @property
     def on_nvme(self) -> list[int]:
         """Bytes of state of each subgroup that is on NVMe, in order."""
@@ -253,8 +277,16 @@ def account_of_job(job: Job, machine: Machine) -> Account:
     # Most parameters are of classes that autocast gathers in 16 bits.
     precision, rule = precision_of(job.config, safe=True), rule_of(job.config.optimizer)
     num_shards = 1 if job.config.zero_optimization.stage == 0 else machine.ranks  # with stage 0 each has all of it
+    groups = _groups_of(job.shape, precision, rule, num_shards)
+    return Account(job.config, groups, num_shards, machine.device_memory is not None)
+
+
+@lru_cache(maxsize=4)  # sections that are compared have the same
+def _groups_of(
+    shape: ModelShape, precision: ParameterPrecision, rule: UpdateRule, num_shards: int
+) -> Sequence[GroupSize]:
     beside = rule.of(BESIDE_MATRICES) if isinstance(rule, Muon) else rule  # what embeddings, heads and the rest have
-    shape, groups = job.shape, list[GroupSize]()
+    groups, first_layer = list[GroupSize](), shape.first_layer
 
     @cache  # most layers are alike
     def sizes_of(group: tuple[int, ...], its_rule: UpdateRule, base_bits: float | None) -> list[ShardSize]:
@@ -266,14 +298,35 @@ def account_of_job(job: Job, machine: Machine) -> Account:
         return [ShardSize(form, int(numel), its, its_rule, base_bits is None) for form, numel in pairs]
 
     for number, group in enumerate(shape.groups):
-        layer = number - shape.first_layer
+        layer = number - first_layer
         is_layer = 0 <= layer < shape.num_layers
         owner = None if shape.rest and not number else number
         frozen = (shape.base_bits if is_layer else FULL_BITS) if shape.adapters else None
         groups.append(GroupSize(str(number), sizes_of(group, rule if is_layer else beside, frozen), owner))
         if is_layer and shape.adapters and shape.adapters[layer]:
             groups.append(GroupSize(f"{number} adapters", sizes_of(shape.adapters[layer], rule, None), owner))
-    return Account(job.config, groups, num_shards, machine.device_memory is not None)
+    return groups
+
+
+def may_fit(job: Job, machine: Machine) -> bool:
+    """Return False where a job cannot fit, wherever its state, blocks and kept activations have their places.
+
+    This takes a hundredth of what placing them takes.
+    """
+    account, activations = account_of_job(job, machine), job.config.activations.device
+    left = {"device": 0.0, "nvme": inf} | machine.budgets
+    for unit in residents(job, account):
+        left[unit.tiers[0]] -= unit.size_bytes
+    blocks = [unit for unit in account.blocks() if unit.kind != STAGING and not (job.base_in_place and is_frozen(unit))]
+    moving = account.state_bytes + sum(unit.size_bytes for unit in blocks) + job.kept_bytes * (activations != "none")
+    stays = job.config.device_budget is None and activations != "cpu"  # nothing of these goes to a device
+    room = left["host"] + left["nvme"] + (0 if stays else left["device"])
+    return min(left["host"], left["device"]) >= 0 and moving <= room
+
+
+def is_frozen(unit: Unit) -> bool:
+    """Whether a unit is a block of parameters that nobody updates."""
+    return unit.kind == PARAMS and not unit.bytes_written
 
 
 def _as_it_came(precision: ParameterPrecision, bits: float) -> ParameterPrecision:

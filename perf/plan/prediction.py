@@ -4,7 +4,7 @@ The optimizer's own planner decides what of its state lives where (`perf.plan.pl
 again (`perf.plan.traffic`), so a plan says what a run will do, not what it might.
 """
 
-from collections import Counter
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,7 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.perf.plan.iteration import IterationTime, moving_alone, on_one_processor, work_of
 from nvme_offload.perf.plan.kept_state import KeptState
 from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import Job, PlacedJob, residents
+from nvme_offload.perf.plan.placing import Job, PlacedJob, may_fit
 from nvme_offload.perf.plan.schedule import iteration_time, reads_of
 from nvme_offload.perf.plan.shape import ModelShape
 from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
@@ -49,7 +49,7 @@ class KeptActivations:
         if section.device == "cpu" and machine.device_memory is None:
             return cls(0, kept, 0)
         if section.host_budget == "auto":
-            held = sum(unit.size_bytes for unit in _units(placed) if unit.tiers == ("host",))
+            held = sum(unit.size_bytes for unit in placed.units if unit.tiers == ("host",))
             budget = max(0, auto_budget(machine.host_memory, machine.ranks_per_node) - held)
         else:
             budget = section.host_budget
@@ -166,7 +166,10 @@ def of_orders(job: Job, machine: Machine) -> dict[str, Prediction]:
     """Plan a job in each order of its micro-batches; nothing where they have one order."""
     if job.micro_batches == 1 or not job.config.has_block_tiers:
         return {}
-    return {order: predict(job.with_keys(micro_batch_order=order), machine) for order in ("horizontal", "vertical")}
+    return {
+        order: predict(job.with_keys(micro_batch_order=order), machine, alone=True)
+        for order in ("horizontal", "vertical")
+    }
 
 
 def faster_order(orders: Mapping[str, Prediction]) -> str | None:
@@ -184,56 +187,32 @@ def faster_order(orders: Mapping[str, Prediction]) -> str | None:
 def fits(job: Job, machine: Machine) -> bool:
     """Return whether everything of a job has its place."""
     try:
-        return not tier_plan(PlacedJob(job, machine)).missing
+        return may_fit(job, machine) and not tier_plan(PlacedJob(job, machine)).missing
     except ConfigError:  # more than the section's budget holds
         return False
 
 
-def largest_model(shape: ModelShape, fits: Callable[[ModelShape], bool], tiers: TierPlan) -> ModelShape | None:
+def largest_model(
+    shape: ModelShape, may_fit: Callable[[ModelShape], bool], fits: Callable[[ModelShape], bool]
+) -> ModelShape | None:
     """The deepest model of this kind of layer that fits; None where not even one layer does.
 
-    Of many layers it may have 1 % less. One that has more than `MAX_LAYERS` need not be the deepest. `tiers`, where the
-    model itself has its place, says where to begin: bytes go by the number of layers.
+    Of many layers it may have 1 % less. One that has more than `MAX_LAYERS` need not be the deepest. `may_fit` is
+    quick, and says where to begin.
     """
-    low, too_many = 0, MAX_LAYERS + 2
-    share = sum(tiers.budgets.values()) / max(1, sum(map(tiers.bytes_on, tiers.budgets)))
-    number = min(max(1, round(shape.num_layers * share)), MAX_LAYERS + 1)
-    step = 1 + number // 16
+    most = bisect(range(1, MAX_LAYERS + 2), False, key=lambda number: not may_fit(shape.with_layers(number)))
+    low, too_many, step = 0, most + 1, 1
+    number = most
     while too_many - low > 1 + low // 100:
         low, too_many = (number, too_many) if fits(shape.with_layers(number)) else (low, number)
-        if low and too_many <= MAX_LAYERS + 1:
-            number = (low + too_many) // 2
-        else:
-            number, step = min(low + step, MAX_LAYERS + 1) if low else max(1, too_many - step), 2 * step
+        number = (low + too_many) // 2 if low else max(1, too_many - step)
+        step = 2 * step + number // 100
     return shape.with_layers(low) if low else None
 
 
 def tier_plan(placed: PlacedJob) -> TierPlan:
     """The plan of everything one rank holds: what is decided already, each unit on its tier."""
-    machine = placed.machine
-    budgets: dict[Tier, int] = {"host": machine.host_memory // machine.ranks_per_node}
-    if machine.device_memory is not None:
-        budgets["device"] = machine.device_memory
-    if machine.capacity is not None:
-        budgets["nvme"] = machine.capacity // machine.ranks_per_node
-    return plan_tiers([*_units(placed), *KeptActivations.of(placed).units()], budgets)
-
-
-def _units(placed: PlacedJob) -> list[Unit]:
-    """Everything that one rank holds, but for activations that the section moves."""
-    units = list(residents(placed.job, placed.account))
-    sizes, reads, writes = Counter[tuple[str, Tier]](), Counter[tuple[str, Tier]](), Counter[tuple[str, Tier]]()
-    for unit, tier in zip(placed.tiers.units, placed.tiers.tiers, strict=True):
-        visits = unit.kind == STATE and tier == "nvme"  # a buffer, where logs have their place, too
-        sizes[unit.kind, tier] += unit.bytes_read if visits else unit.size_bytes
-        reads[unit.kind, tier] += unit.bytes_read
-        writes[unit.kind, tier] += unit.bytes_written
-    units += [
-        Unit(kind, kind, size, reads[kind, tier], writes[kind, tier], (tier,)) for (kind, tier), size in sizes.items()
-    ]
-    if placed.kept is not None:
-        units.append(placed.kept.unit(placed.subgroups, sum(placed.on_nvme)))
-    return units
+    return plan_tiers([*placed.units, *KeptActivations.of(placed).units()], placed.machine.budgets)
 
 
 def _traffic(placed: PlacedJob) -> dict[str, StepTraffic]:

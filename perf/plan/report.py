@@ -168,7 +168,9 @@ def _activations(prediction: Prediction) -> Iterator[str]:
     if prediction.time is not None:
         times = {}
         for keep in ("boundaries", "attention", "all") if job.sequence else ("boundaries", "all"):
-            other = predict(job.with_keys(activations=section.model_copy(update={"keep": keep})), machine).time
+            other = predict(
+                job.with_keys(activations=section.model_copy(update={"keep": keep})), machine, alone=True
+            ).time
             times[keep] = other.seconds if other is not None else inf
         said = ", ".join(f"{keep} {seconds:.3g} s" for keep, seconds in times.items())
         yield f"By activations.keep: {said}; fastest: {min(times, key=lambda keep: times[keep])}"

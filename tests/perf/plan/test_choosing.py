@@ -9,6 +9,7 @@ import pytest
 from nvme_offload.offload.units import GiB
 from nvme_offload.perf.plan import schedule
 from nvme_offload.perf.plan.choosing import Chooser
+from nvme_offload.perf.plan.lora import Lora
 from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.remedies import remedies
@@ -53,16 +54,20 @@ def drawn(seed):
         pcie=rng.choice([12e9, 25e9, 55e9]),
     )
     tokens, sequence = rng.choice([512, 2048, 4096, 8192]), rng.choice([0, 2048])
-    return shape, chooser(machine, tokens, sequence=sequence, micro_batches=rng.choice([1, 4, 8, 32]))
+    micro_batches = rng.choice([1, 4, 8, 32])
+    if rng.random() < 0.3:
+        shape = shape.with_lora(Lora(rng.choice([8, 64]), rng.choice([None, 4.25])))
+    return shape, chooser(machine, tokens, sequence=sequence, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 200))])
 def test_no_section_of_the_whole_space_is_faster_by_5_percent(seed):
     shape, asked = drawn(seed)
-    tried = (point.tried(asked, shape) for point in asked.points())
+    tried = (point.tried(asked, shape) for point in asked.points)
     fitting = [choice for choice in tried if choice is not None and not choice.tiers.missing]
     choice = asked.choose(shape)
     assert bool(choice.tiers.missing) == (not fitting)
+    assert asked.fits(shape) == bool(fitting)
     if fitting:
         times = [predict(each.job, asked.machine, alone=True).time.seconds for each in fitting]
         assert predict(choice.job, asked.machine, alone=True).time.seconds <= 1.05 * min(times)

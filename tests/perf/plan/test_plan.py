@@ -142,7 +142,10 @@ def drawn(seed, folder):
     if (budget := draw([None, None, "4MiB", "64MiB"])) is not None:
         config["host_budget"] = budget
     config |= {"overlap_step": overlap, "skip_non_finite": overlap != "backward"} if overlap else {}
-    return config, draw([0, 0, 4]) if rule == "AdamW" else 0
+    rank = draw([0, 0, 4]) if rule == "AdamW" else 0
+    if rank and params:
+        config["zero_optimization"]["offload_param"]["frozen"] = "copy"  # the model has values, which are in no files
+    return config, rank
 
 
 class Adapted(torch.nn.Module):
@@ -237,7 +240,7 @@ def test_a_step_is_of_65536_tokens_where_nothing_is_said(said, tokens, monkeypat
     assert done["tokens_per_second"] * done["iteration"]["seconds"] == pytest.approx(tokens)
 
 
-def test_adapters_are_all_that_is_written(monkeypatch):
+def test_adapters_are_all_that_is_written_and_the_base_takes_no_space_of_a_drive(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "largest_model", lambda *rest: None)
     asked = "--model gpt-oss-120b --lora r=16 --card 4090 --host 32GiB --drive gen4-consumer --json"
     planned = json.loads(plan(asked).stdout)
@@ -245,6 +248,10 @@ def test_adapters_are_all_that_is_written(monkeypatch):
     assert 50e9 < moved["read"] < 2 * 117e9 * 4.4 / 8  # forward and backward; some of it stays in memory
     assert planned["written_per_token"] * 2048 < 14 * 11.95e6
     assert planned["bytes_per_rank"]["optimizer state"]["host"] == pytest.approx(10 * 11.94e6, rel=0.01)
+    assert planned["bytes_per_rank"]["parameters"].get("nvme", 0) < 100e6
+    planned["section"]["zero_optimization"]["offload_param"]["frozen"] = "copy"
+    copied = json.loads(plan(asked, planned["section"], tmp_path).stdout)
+    assert copied["bytes_per_rank"]["parameters"]["nvme"] > 30e9
 
 
 @pytest.mark.parametrize(("arguments", "pattern"), [
