@@ -17,7 +17,7 @@ import torch
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.staging.home import Home
-from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.mover import PAUSE_SECONDS, Mover
 from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.staging.use_order import UseOrder
 from nvme_offload.offload.storage.extent import Extent
@@ -233,7 +233,7 @@ class BlockCache(Mover[Block]):
         if load and block.needs_read:
             self._begin(block, load=True)
         while block.transfer is not None and (change or block.residency is Residency.READING):
-            self._await_completion()
+            self.wait()
             self.settle_finished(block, report_writes=False)
             if in_order:
                 self._read_ahead()
@@ -322,7 +322,7 @@ class BlockCache(Mover[Block]):
             if leaving is not None:
                 self._evict(leaving)
             elif any(other.transfer for other in self.residents if not other.holds):
-                self._await_completion()
+                self.wait()
                 self.settle_finished(report_writes=written_again)
             elif not pressed:
                 pressed = True
@@ -365,9 +365,10 @@ class BlockCache(Mover[Block]):
             of_this_rank=True,
         )
 
-    def _await_completion(self) -> None:
+    def wait(self, seconds: float | None = PAUSE_SECONDS) -> None:
+        """Wait as `Mover.wait` does, and count the time."""
         start = time.monotonic_ns()
-        super()._await_completion()
+        super().wait(seconds)
         self.stats.count(wait_seconds=(time.monotonic_ns() - start) / 1e9)
 
     def _evict(self, block: Block) -> None:

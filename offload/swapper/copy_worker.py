@@ -14,7 +14,8 @@ import torch
 from nvme_offload.aio_native.starting import start
 from nvme_offload.offload.devices.device import CopyQueue, Event, use
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.slot import Residency, Staging
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece
 from nvme_offload.offload.swapper.records import Queues, Task
@@ -72,7 +73,7 @@ class CopyWorker:
     This worker alone has `staging`; the partner uses `pool`, too. The thread calls `on_done` when a task is over.
     """
 
-    def __init__(self, name: str, staging: Staging[Piece], pool: BufferPool, on_done: Callable[[Task], None]) -> None:
+    def __init__(self, name: str, staging: Mover[Piece], pool: BufferPool, on_done: Callable[[Task], None]) -> None:
         self._staging = staging
         self._pool = pool
         self._on_done = on_done

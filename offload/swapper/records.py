@@ -14,7 +14,8 @@ import torch
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, copy_alone, is_device, queued
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.staging.slot import Residency, Staging
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.storage.transfer import Transfer
 from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece, StoredValue, TensorSpec, spans
 from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
@@ -76,7 +77,7 @@ class Task(ABC):
         """Find the pieces to begin; one without an extent takes no buffer."""
 
     @abstractmethod
-    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+    def move(self, piece: Piece, staging: Mover[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
         """Move a piece: each time it has to wait for I/O, or for a copy of a device, that comes out."""
 
     def note_end(self) -> Sequence[Piece]:
@@ -157,7 +158,7 @@ class SwapOut(Task):
         if self._on_copied is not None:
             self._on_copied()
 
-    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+    def move(self, piece: Piece, staging: Mover[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
         """Copy a piece into its buffer and write it."""
         if self._after is not None:
             yield self._after
@@ -215,7 +216,7 @@ class SwapIn(Task):
         else:
             self.to_begin = deque([Piece(0, f"the copy of tensor {self.record.name!r}", self.spec.size_bytes)])
 
-    def move(self, piece: Piece, staging: Staging[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
+    def move(self, piece: Piece, staging: Mover[Piece], queues: Queues) -> Iterator[Transfer[Any] | Event]:
         """Read a piece, verify what was read and copy it into the tensor."""
         if self.copy is not None:
             yield from self._copied_each([(self.tensor, self.copy)], queues)

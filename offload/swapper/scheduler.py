@@ -18,7 +18,7 @@ from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.slot import Staging
+from nvme_offload.offload.staging.mover import Mover
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.swapper.copy_worker import CopyWorker
 from nvme_offload.offload.swapper.pieces import Piece, checksum_of, piece_starts
@@ -131,7 +131,7 @@ class TaskScheduler:
         # Both machines lease from one pool. So neither may `recover`, which looks at all leases; and need not, as no
         # signal handler runs in the threads.
         for op, name in ((Op.WRITE, "swap-out"), (Op.READ, "swap-in")):
-            staging: Staging[Piece] = Staging(KIND, self.tier, self.pool, checksum_of if checksums else None)
+            staging: Mover[Piece] = Mover(KIND, self.tier, self.pool, checksum_of if checksums else None)
             self._workers[op] = CopyWorker(name, staging, self.pool, self._end)
         self._workers[Op.WRITE].start(self._workers[Op.READ])
         self._workers[Op.READ].start(self._workers[Op.WRITE])

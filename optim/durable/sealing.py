@@ -8,7 +8,7 @@ from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import Sums, check_sums
 from nvme_offload.offload.errors import CorruptionError
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.staging.slot import WriteTarget
+from nvme_offload.offload.staging.mover import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.optim.durable.latest import LatestCommit
 from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm

@@ -25,8 +25,7 @@ import torch
 
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.staging.mover import Mover
-from nvme_offload.offload.staging.slot import FAILURES, Sealer
+from nvme_offload.offload.staging.mover import FAILURES, PAUSE_SECONDS, Mover, Sealer
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.storage.transfer import Transfer
@@ -116,7 +115,7 @@ class StepPipeline(Mover[SlotRecord]):
                 if self.is_quiet:  # every buffer holds state that could not be written
                     self._take_spare_buffer(slot, load)
                 else:
-                    self._await_completion()
+                    self.wait()
                 self.settle_finished(slot)
                 self.read_ahead(window, load=load)
         if slot.residency is Residency.UNBORN:
@@ -259,8 +258,9 @@ class StepPipeline(Mover[SlotRecord]):
             raise StateError(slot.name, "a staging buffer", "all of them hold state that the drive does not take")
         self._begin(slot, load=load)
 
-    def _await_completion(self) -> None:
-        super()._await_completion()
+    def wait(self, seconds: float | None = PAUSE_SECONDS) -> None:
+        """Wait as `Mover.wait` does; see `pausing`."""
+        super().wait(seconds)
         if self._on_pause is not None:
             self._on_pause()
 

@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from nvme_offload.offload.durable.seal import Sums
-from nvme_offload.offload.staging.slot import WriteTarget
+from nvme_offload.offload.staging.mover import WriteTarget
 
 
 class Draft(NamedTuple):

@@ -13,7 +13,7 @@ GroupOfOne = resolve_name("nvme_offload.offload._fsdp_passes:_GroupOfOne")
 Departure = resolve_name("nvme_offload.offload.shards.departures:Departure")
 ParamTier = resolve_name("nvme_offload.offload.shards.param_tier:ParamTier")
 TieredShard = resolve_name("nvme_offload.offload.shards.stored:TieredShard")
-Staging = resolve_name("nvme_offload.offload.staging.slot:Staging")
+Mover = resolve_name("nvme_offload.offload.staging.mover:Mover")
 FSDPParamGroup = resolve_name("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup")
 
 
@@ -77,7 +77,7 @@ def watch(patch):
 
     after(TieredShard, "gather", lambda found, shard: shard.device.type == "cpu" and out.note(shard.block))
     after(TieredShard, "end_gather", lambda *unused: None, first=lambda shard: out.copied(shard.block))
-    after(Staging, "lease", lambda found, staging, slot: found and out.check_leased(slot.buffer, slot))
+    after(Mover, "lease", lambda found, staging, slot: found and out.check_leased(slot.buffer, slot))
     after(Departure, "send", lambda found, departure, memory, device: out.send(departure, memory))
     after(FSDPParamGroup, "unshard", lambda *unused: out.check_held(), ends=True)
     after(FSDPParamGroup, "wait_for_unshard", lambda *unused: None, ends=True)

@@ -8,7 +8,8 @@ import torch
 
 from nvme_offload import StateError
 from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.slot import Residency, Slot, Staging
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.staging.use_order import UseOrder
 from tests.support.training import nvme_tier
 
@@ -28,7 +29,7 @@ FOLLOWS = {
 @pytest.fixture(params=["auto", "aiofiles"])
 def staging(request, tmp_path):
     tier = nvme_tier(tmp_path, engine=request.param)
-    machine = Staging("numbers", tier, BufferPool(2, SIZE))
+    machine = Mover("numbers", tier, BufferPool(2, SIZE))
     yield machine
     tier.close()
     machine.close()

@@ -253,7 +253,7 @@ def drop_copies(cache):
     for block in list(cache.residents):
         if not block.holds:
             while block.transfer:
-                cache._await_completion()
+                cache.wait()
                 cache.settle_finished(report_writes=False)
             if block.buffer is not None:
                 cache._evict(block)

@@ -7,7 +7,8 @@ from typing import Any
 from nvme_offload.aio_native import operation
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.requests import RequestQueue
-from nvme_offload.offload.staging.slot import Residency, Staging
+from nvme_offload.offload.staging.mover import Mover
+from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.swapper.records import Prefetch
 from nvme_offload.offload.swapper.scheduler import TaskScheduler
 from nvme_offload.optim.checkpoint import files
@@ -16,13 +17,13 @@ from tests.support.views_out import end_all_but_the_latest
 
 def buffer_released_early() -> None:
     """The buffer of a slot may be given up as soon as its write was submitted."""
-    start_write = Staging.start_write
+    start_write = Mover.start_write
 
     def start(staging: Any, slot: Any) -> None:
         start_write(staging, slot)
         slot.become(Residency.STAGED)
 
-    Staging.start_write = start  # type: ignore[method-assign]
+    Mover.start_write = start  # type: ignore[method-assign]
 
 
 def record_updated_late() -> None:
@@ -76,14 +77,14 @@ def lost_wake_up() -> None:
 
 def stale_checksum() -> None:
     """The checksums of a slot that is written again stay those of the first time."""
-    start_write = Staging.start_write
+    start_write = Mover.start_write
 
     def start(staging: Any, slot: Any) -> None:
         before = slot.checksums
         start_write(staging, slot)
         slot.checksums = slot.checksums if before is None else before
 
-    Staging.start_write = start  # type: ignore[method-assign]
+    Mover.start_write = start  # type: ignore[method-assign]
 
 
 MUTATIONS: Mapping[str, Callable[[], None]] = {
