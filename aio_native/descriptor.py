@@ -1,10 +1,14 @@
 """A file descriptor that somebody owns from its first moment on."""
 
+import errno
+import fcntl
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Descriptor:
@@ -31,6 +35,20 @@ class Descriptor:
             fd = self._held[0]
             self._held[:] = []
             os.close(fd)
+
+    def lock(self) -> bool:
+        """Lock the open file (flock(2)) until it is closed; False if another process has it. True without locks, too.
+
+        Processes must not share a folder on a file system that has none.
+        """
+        try:
+            fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return True
 
     def close_in_children(self) -> None:
         """Close it in what this process forks: a lock is of the open file, and would outlive this process there."""

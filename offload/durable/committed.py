@@ -8,14 +8,13 @@ import torch
 from nvme_offload.offload.durable.chain import Chain, check_rows
 from nvme_offload.offload.durable.directory import ABOUT_NAME, read_about
 from nvme_offload.offload.durable.identity import MADE_AGAIN, Identity, read_identity
-from nvme_offload.offload.durable.manifest import NAMES, Manifest
+from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.snapshots import Snapshots
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_directory import SWAP_NAME
-from nvme_offload.offload.storage.run_folder import names_in
 from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile, move_all
 from nvme_offload.offload.storage.swap_space import SwapSpace
 
@@ -99,9 +98,7 @@ class CommittedRank:
     @property
     def steps(self) -> list[Manifest]:
         """Read the manifests that are whole, the newest first. Raises ResumeError if one names what no run writes."""
-        names = [name for name in names_in(self.folder) if name in NAMES]
-        found = [manifest for name in names if (manifest := Manifest.read(self.folder, name)) is not None]
-        return sorted(map(self._checked, found), key=lambda manifest: manifest.sequence, reverse=True)
+        return [*map(self._checked, Manifest.all_in(self.folder).values())]
 
     def _checked(self, manifest: Manifest) -> Manifest:
         check_rows(manifest, self.space.file_sizes, where=f"{self.folder}, manifest {manifest.sequence}")

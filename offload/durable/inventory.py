@@ -23,7 +23,7 @@ from nvme_offload.offload.errors import ForeignFolderError, OffloadError, Resume
 from nvme_offload.offload.foreign import RANK
 from nvme_offload.offload.storage import drive
 from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME, bytes_in, stats_in
-from nvme_offload.offload.storage.run_folder import folder_open, names_in, open_in
+from nvme_offload.offload.storage.run_folder import folder_open, open_in
 from nvme_offload.offload.sync import sync_folder
 
 
@@ -207,7 +207,8 @@ def _look_at(rank: int, folders: Sequence[Path]) -> _There:
         copies = _copies_of(abouts) if abouts else copies
         if unreadable and (copies.num_missing or not abouts):
             raise unreadable[0]
-        manifests = {path: manifest for folder in copies.read_from for path, manifest in _manifests(folder).items()}
+        for folder in copies.read_from:
+            manifests |= Manifest.all_in(folder)
         newest = max(manifests, key=lambda path: manifests[path].sequence, default=None)
         if abouts and not copies.num_missing:
             sizes = [dict(stats_in(folder))[SWAP_NAME].st_size for folder in copies.read_from]
@@ -267,12 +268,6 @@ def _in_words(identity: Mapping[str, Any]) -> str:
         return f"{numel:,} parameters in {' and '.join(dtypes)}, {identity['optimizer']}"
     except (KeyError, TypeError, AttributeError):  # no optimizer wrote it
         return str(identity.get("model", ""))
-
-
-def _manifests(folder: Path) -> dict[Path, Manifest]:
-    """Return those that are whole. One that is being written is none at that moment; the other one is there."""
-    decoded = {folder / name: Manifest.read(folder, name) for name in names_in(folder) if name in MANIFEST_NAMES}
-    return {path: manifest for path, manifest in decoded.items() if manifest is not None}
 
 
 def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:

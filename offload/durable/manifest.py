@@ -116,6 +116,13 @@ class Manifest:
             raise ResumeError(folder / name, f"is no manifest that a run writes: {error}") from error
 
     @classmethod
+    def all_in(cls, folder: Path) -> dict[Path, Manifest]:
+        """Read those of a run's folder that are whole, the newest first. One that is being written is none then."""
+        read = {folder / name: cls.read(folder, name) for name in names_in(folder) if name in NAMES}
+        whole = [(path, manifest) for path, manifest in read.items() if manifest is not None]
+        return dict(sorted(whole, key=lambda each: each[1].sequence, reverse=True))
+
+    @classmethod
     def decode(cls, content: bytes) -> Manifest | None:
         """Decode what a file begins with; None if no manifest is whole in it. ValueError names a wrong field."""
         if len(content) < _HEADER.size:

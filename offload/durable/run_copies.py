@@ -55,15 +55,10 @@ class CopyFound(NamedTuple):
     @classmethod
     def look_at(cls, folder: Path, sizes: Sequence[int] | None = None) -> CopyFound:
         """Look at a copy without changing it; with `sizes`, those of its swap files, only at what lies in them."""
-        steps, names = [], names_in(folder)
-        for name in filter(NAMES.__contains__, names):
-            manifest = Manifest.read(folder, name)
-            if manifest is not None and (sizes is None or _lies_in(manifest, sizes)):
-                steps.append(manifest)
-        steps.sort(key=lambda manifest: manifest.sequence, reverse=True)
-        about = read_about(folder)
+        found, about = Manifest.all_in(folder).values(), read_about(folder)
+        steps = [manifest for manifest in found if sizes is None or _lies_in(manifest, sizes)]
         uuid = None if about is None else str(about["uuid"])
-        return cls(folder, uuid, steps, [name for name in names if name.startswith(PREFIXES)])
+        return cls(folder, uuid, steps, [name for name in names_in(folder) if name.startswith(PREFIXES)])
 
     @property
     def worth(self) -> tuple[bool, bool, bool]:

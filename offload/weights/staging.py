@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 from pathlib import Path
@@ -21,7 +20,6 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 _LOCK = "lock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _MOST_ATTEMPTS = 100
 
 
@@ -68,7 +66,8 @@ class HiddenFolder:
                 self._lock = Descriptor(os.open, path / _LOCK, _LOCK_FLAGS, 0o600)
             except FileNotFoundError:  # whoever had it has just removed it
                 continue
-            _lock(self._lock.fileno())
+            if not self._lock.lock():
+                raise OSError(errno.EBUSY, "another export into this folder is under way: wait for its end")
             if is_at(path / _LOCK, self._lock.fileno()):
                 return
             self._drop_lock()
@@ -84,13 +83,3 @@ class HiddenFolder:
         for entry in list(os.scandir(self._path)):
             if WEIGHT_FILE.fullmatch(entry.name) or entry.name in (INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG):
                 os.unlink(entry.path)
-
-
-def _lock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(errno.EBUSY, "another export into this folder is under way: wait for its end") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # a file system without locks: two exports must not share a folder there
-            raise

@@ -41,7 +41,6 @@ _MOST_UNDER_WAY = 3
 """Portions of a file: so many are written in the time in which a tensor is read and joined."""
 _KNOWN = {MANIFEST, LATEST, ".metadata", ".metadata.tmp", "state.json", "objects.pt"}
 _MISPLACED = "unexpected pos"  # torch's container of tensors, when it was not told of what ended a write
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FileRecord(NamedTuple):
@@ -168,16 +167,12 @@ def locked(root: Path) -> Descriptor:
     """Keep others from saving into this folder until this is closed or the process dies; StateError if one does."""
     descriptor = Descriptor(os.open, root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except BlockingIOError:
-        descriptor.close()
-        raise StateError(str(root), "a folder that nobody else is saving into", "another run saves there") from None
-    except BaseException as error:
-        if isinstance(error, OSError) and error.errno in _NO_LOCKS:
-            return descriptor  # a file system without locks: two runs must not share a folder there
+        if not descriptor.lock():
+            raise StateError(str(root), "a folder that nobody else is saving into", "another run saves there")
+    except BaseException:
         descriptor.close()
         raise
+    return descriptor
 
 
 def check_tag(tag: str) -> None:
