@@ -14,6 +14,7 @@ from typing import Any
 
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigError
+from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
@@ -115,7 +116,7 @@ class Chooser:
         For each order of micro-batches and each way of keeping activations, what follows the second residency that
         fits moves more and is no faster. For each residency, activations move no further than they have to.
         """
-        for point in self.points:
+        for point in tracked("trying sections", self.points):
             alike = [one.point for one in fitting if (one.point.order, one.point.keep) == (point.order, point.keep)]
             if len(alike) < 2 and all(one.residency != point.residency for one in alike):
                 yield point
@@ -124,7 +125,7 @@ class Chooser:
         """Take the fastest of those that fit, or the first where rates are not known; say why, and what comes next."""
         timed = list[tuple[float, ChosenSection]]()
         moved = list[tuple[float, ChosenSection]]()
-        for choice in sorted(fitting, key=self._least_seconds):
+        for choice in tracked("timing sections", sorted(fitting, key=self._least_seconds)):
             if len(timed) > 1 and self._least_seconds(choice) > LEAST_GAIN * min(seconds for seconds, _ in timed):
                 continue  # it gains too little, and a prediction takes a hundred times as long as this bound
             found = predict(choice.job, self.machine, alone=True)

@@ -14,7 +14,8 @@ from nvme_offload.optim.layout.blocks import find_ends
 from nvme_offload.perf.measure.loading import nothing_to_collect
 from nvme_offload.perf.plan.lora import FULL_BITS, Lora, bits_of_config, bits_of_files
 
-_NUMBERED = re.compile(r"layer|expert|depth|block", re.IGNORECASE)  # keys that say how many modules are made
+_NUMBERED = re.compile(r"^n(um)?_.*(layer|expert|block)|(layers|experts|blocks|depth)$", re.IGNORECASE)
+"""Keys that say how many modules are made."""
 _MOST_MODULES = 10_000
 _EXPERTS = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -192,14 +193,14 @@ class ModelShape:
         ends = find_ends(model, blocks)
         in_units = {param for unit in (*blocks, *ends) for param in unit.parameters()}
         order = list(model.modules())
-        num_before = sum(order.index(end) < order.index(blocks[0]) for end in ends)
+        num_before, taken = sum(order.index(end) < order.index(blocks[0]) for end in ends), set[torch.nn.Parameter]()
         return cls(
             name=name,
-            layers=_sizes(blocks),
+            layers=_sizes(blocks, taken),
             linears=tuple(map(_linears, blocks)),
             rest=tuple(param.numel() for param in model.parameters() if param not in in_units),
-            before=_sizes(ends[:num_before]),
-            after=_sizes(ends[num_before:]),
+            before=_sizes(ends[:num_before], taken),
+            after=_sizes(ends[num_before:], taken),
             hidden_size=hidden_size,
             intermediate_size=4 * hidden_size,
             vocab_size=0,
@@ -264,5 +265,11 @@ def _plain_linears(hidden: int, intermediate: int) -> tuple[LinearSize, ...]:
     return (*square, LinearSize("up_proj", (hidden, intermediate)), LinearSize("down_proj", (intermediate, hidden)))
 
 
-def _sizes(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(param.numel() for param in module.parameters()) for module in modules)
+def _sizes(modules: Iterable[torch.nn.Module], taken: set[torch.nn.Parameter]) -> tuple[tuple[int, ...], ...]:
+    """Return the elements of each module's parameters; of those that modules share, where they come first."""
+    sizes = []
+    for module in modules:
+        own = [param for param in module.parameters() if param not in taken]
+        taken.update(own)
+        sizes.append(tuple(param.numel() for param in own))
+    return tuple(sizes)

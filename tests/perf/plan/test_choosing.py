@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.offload.units import GiB
-from nvme_offload.perf.plan import schedule
+from nvme_offload.perf.plan import choosing, schedule
 from nvme_offload.perf.plan.choosing import Chooser
 from nvme_offload.perf.plan.lora import Lora
 from nvme_offload.perf.plan.machine import Drives, Machine
@@ -71,6 +71,13 @@ def test_no_section_of_the_whole_space_is_faster_by_5_percent(seed):
     if fitting:
         times = [predict(each.job, asked.machine, alone=True).time.seconds for each in fitting]
         assert predict(choice.job, asked.machine, alone=True).time.seconds <= 1.05 * min(times)
+
+
+def test_how_far_a_search_is_can_be_seen(monkeypatch):
+    shown = []
+    monkeypatch.setattr(choosing, "tracked", lambda name, items: shown.append(name) or items)
+    chooser().choose(ModelShape.of_numbers(10**9, 4, 4096, 32000))
+    assert shown == ["trying sections", "timing sections"]
 
 
 def test_the_reason_is_what_came_of_it():

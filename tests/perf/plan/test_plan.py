@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+)
 from typer.testing import CliRunner
 
 from nvme_offload import ConfigError, OffloadConfig, initialize
@@ -295,6 +303,36 @@ def test_a_model_by_name_is_what_its_configuration_makes(name, config):
     assert sum(named.work) == sum(made.work)
     lora = Lora(16)
     assert sum(map(sum, named.with_lora(lora).adapters)) == sum(map(sum, made.with_lora(lora).adapters))
+
+
+FAMILIES = re.findall(
+    r"\S+",
+    """
+    afmoe apertus arcee bamba bart bert bloom codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe
+    exaone4 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode
+    gpt_neo gpt_neox gptj granite granitemoe granitemoehybrid helium internlm3 jamba jetmoe lfm2 llama4_text mamba
+    mamba2 mbart minimax_m2 ministral3 mistral mixtral mpt nemotron_h olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma roberta rwkv seed_oss smollm3 stablelm
+    starcoder2 whisper xglm t5 qwen2_5_vl qwen3_vl idefics3 modernbert-decoder
+    """,
+)
+OTHER_CLASSES = {
+    "t5": AutoModelForSeq2SeqLM,
+    **dict.fromkeys(("llava", "qwen2_5_vl", "qwen3_vl", "idefics3"), AutoModelForImageTextToText),
+}
+
+
+@pytest.mark.parametrize("family", [
+    "gemma4_text", "gpt_oss", "llava", "zamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_has_the_parameters_that_transformers_counts(family, tmp_path):
+    config = AutoConfig.for_model(family)
+    with torch.device("meta"):
+        model = OTHER_CLASSES.get(family, AutoModelForCausalLM).from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    assert ModelShape.of_config_file(tmp_path).numel == model.num_parameters()
 
 
 @pytest.mark.parametrize(("section", "bits"), [
