@@ -1,5 +1,6 @@
 """Offer torch and a training loop an optimizer whose state lives on a tier, whatever its update rule."""
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,6 +16,7 @@ from nvme_offload.offload.activations.activation_swapper import ActivationSwappe
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
 from nvme_offload.offload.errors import ConfigWarning, StateError
+from nvme_offload.offload.host.region import trim_heap
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.warn import door, warn_user
 from nvme_offload.offload.weights.patch import WeightPatch
@@ -429,6 +431,25 @@ class OffloadOptimizer(Optimizer):
         with self.store.at_rest():
             self.store.pipeline.synchronize()
             self.store.blocks.synchronize()
+
+    def park(self) -> None:
+        """Give memory back between two steps, while somebody else needs it: staging buffers, threads, freed heap.
+
+        State and parameters with a place on NVMe are there alone then; those that the section keeps in memory stay.
+        Whoever uses any of it takes memory again, with the same bits. After an exception call it again, or go on.
+
+        Raises:
+            SwapIOError: something could not be written; it is still in memory.
+            StateError: a step or a load stopped halfway.
+        """
+        self.synchronize()
+        self.store.park()
+        gc.collect()
+        trim_heap()
+
+    def wake(self) -> None:
+        """Take memory for staging buffers again, now. Without it the first step or forward does."""
+        self.store.wake()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files but those of a durable run. Idempotent."""

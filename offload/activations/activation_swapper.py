@@ -265,6 +265,10 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         """Say in which order handles are taken next, if it is not the reverse of the order of `keep`."""
         self._store.announce(handles)
 
+    def park(self) -> None:
+        """Give memory back between two steps, until something is saved."""
+        self._store.park()
+
     def stats(self) -> ActivationStats:
         """Return what was kept and moved since the beginning."""
         return self._store.stats()

@@ -301,6 +301,14 @@ class ActivationStore:
                 self._come_back(record)
         self._bury()
 
+    def park(self) -> None:
+        """Give memory that nobody uses back, and that of staging buffers until they are used."""
+        with self._lock:
+            self._tidy()
+        self._device.memory.clear()
+        if self._swapper is not None:
+            self._swapper.park()
+
     def _bury(self) -> None:
         """Forget those that nobody has any more, and give their space back."""
         for _ in range(len(self._gone)):

@@ -42,6 +42,10 @@ class TargetPool:
         self._lent[id(gone)] = gone, region
         return tensor
 
+    def clear(self) -> None:
+        """Keep nothing that nobody uses."""
+        self._free.clear()
+
     @property
     def free_bytes(self) -> int:
         """Bytes that nobody uses."""

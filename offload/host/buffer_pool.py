@@ -144,6 +144,12 @@ class BufferPool:
                 self._released.wait(min(left, _LOOK_AGAIN_SECONDS))
             return buffer
 
+    def discard(self) -> None:
+        """Give the memory of all buffers back until they are used; AssertionError if one is held."""
+        assert not self.owners, "staging buffers are held"
+        for region in self._regions:
+            region.discard()
+
     def close(self) -> None:
         """Wake whoever waits, unpin, and let the memory go with its last view. Idempotent."""
         with self._lock:

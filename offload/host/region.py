@@ -86,6 +86,11 @@ class HostRegion:
         lent = memoryview(self._map)[self._start : self._start + max(numel, 1) * dtype.itemsize]
         return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent, on_return)
 
+    def discard(self) -> None:
+        """Give the pages back, which hold nothing that anybody needs and are not registered: they are zero next."""
+        self.unpin()
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(address, size in bytes) of its huge pages, and of the small ones behind them.
@@ -115,6 +120,12 @@ class HostRegion:
         if self.pinned:
             self._unpin_when_dropped()
         self.pinned = False
+
+
+def trim_heap() -> None:
+    """Give memory back that was freed and that malloc keeps for later; not every C library can."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _unlock(owner_pid: int, address: int, device: torch.device, _held: mmap.mmap) -> None:

@@ -269,6 +269,13 @@ class BlockCache(Mover[Block]):
         self.settle_finished(report_writes=False)
         self._read_ahead()
 
+    def park(self) -> None:
+        """Give the memory of the staging buffers back; see `Mover.park`. StateError: somebody holds a block."""
+        self._on_pressure()
+        if held := [block for block in self.residents if block.holds]:
+            raise StateError(held[0].name, "a call between two passes", "in use by one that is under way")
+        super().park()
+
     def close(self) -> None:
         """End what is under way, free the memory, delete the swap files. Idempotent."""
         self.tier.close()

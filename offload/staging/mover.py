@@ -87,6 +87,10 @@ class Mover(Generic[S]):
     must stay, is said by who uses it, in the methods from `_may_write` to `_begin`.
     """
 
+    _prepare: Callable[[BufferPool], object] = staticmethod(lambda pool: None)
+    """Gets staging buffers that are new, or whose memory was given back."""
+    _is_parked = False
+
     def __init__(
         self,
         kind: str,
@@ -120,6 +124,7 @@ class Mover(Generic[S]):
 
     def lease(self, slot: S) -> bool:
         """Give a slot a buffer that is free; False if none is."""
+        self.wake()
         self.touch(slot)
         if slot.home.pool is not None:
             self._own_pools[slot.home.pool] = None
@@ -346,6 +351,28 @@ class Mover(Generic[S]):
             self._evict(slot)
         self._spare = None
 
+    def park(self) -> None:
+        """Write what was changed, and give the memory of all buffers back. The next lease takes it again.
+
+        An exception loses nothing: what is not written is still in its buffer.
+        """
+        if self.tier is None or self.pool is None:
+            return
+        self.drop_copies()
+        for slot in [owner for pool in self._own_pools for owner in pool.owners]:
+            self.give_up(slot)
+        self._is_parked = True  # first: whoever comes from here on registers them again
+        self.tier.register([])
+        for pool in (self.pool, *self._own_pools):
+            pool.discard()
+
+    def wake(self) -> None:
+        """Take back the memory that `park` has given back; no-op without that."""
+        if self._is_parked and self.tier is not None and self.pool is not None:
+            self._prepare(self.pool)
+            self.tier.register([self.pool])
+            self._is_parked = False
+
     def fit_pool(
         self, num_buffers: int, buffer_bytes: int, prepare: Callable[[BufferPool], object] = lambda pool: None
     ) -> None:
@@ -359,6 +386,7 @@ class Mover(Generic[S]):
         assert self.tier is not None
         larger = BufferPool(num_buffers, buffer_bytes)
         self.drop_copies()
+        self._prepare = prepare
         prepare(larger)
         self.tier.register([larger])
         # In this order: an exception in between leaves nobody with a pool that is closed, and it is done again.

@@ -48,6 +48,7 @@ class TaskScheduler:
         """Every record with a prefetched copy or a task for one, and perhaps others."""
         self._waiting: list[threading.Lock] = []
         self._workers: dict[Op, CopyWorker] = {}
+        self._is_parked = False
         self.tier = NvmeTier(config, faults=faults)
         try:
             alignment = self.tier.alignment
@@ -65,11 +66,25 @@ class TaskScheduler:
 
     def enqueue(self, task: Task) -> TensorTransfer[Any]:
         """Run a task after those of its record that are waiting already. The lock must be held."""
+        self._wake()
         self.look_after(task.record, task.op)
         if isinstance(task, Prefetch):
             self._prefetching.add(task.record)
         task.record.append(task)
         return task.transfer
+
+    def park(self) -> None:
+        """Wait for all tasks, and give the memory of the staging buffers back until the next one."""
+        self.wait_all()
+        with self.lock:
+            self._is_parked = True
+            self.tier.register([])
+            self.pool.discard()
+
+    def _wake(self) -> None:
+        if self._is_parked:
+            self.tier.register([self.pool])
+            self._is_parked = False
 
     def look_after(self, record: TensorRecord, op: Op = Op.READ) -> None:
         """Have a thread do what follows from a change that is about to be made. The lock must be held till then."""

@@ -107,6 +107,10 @@ class TensorSwapper(AbstractContextManager["TensorSwapper"]):
         """The staging buffers through which tensors pass."""
         return self._scheduler.pool
 
+    def park(self) -> None:
+        """Wait for all transfers, and give the memory of staging buffers back until the next one."""
+        self._scheduler.park()
+
     def swap_out(
         self,
         name: str,

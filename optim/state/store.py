@@ -31,7 +31,7 @@ from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subg
 from nvme_offload.optim.rules.rule import UpdateRule
 from nvme_offload.optim.state.account import account_of
 from nvme_offload.optim.state.body import StateBody, StepState, check_sole
-from nvme_offload.optim.state.condition import UnresumedRun
+from nvme_offload.optim.state.condition import Need, UnresumedRun
 from nvme_offload.optim.state.durability import Durability, Ground, OpenDurability
 from nvme_offload.optim.state.masters import give_birth
 from nvme_offload.optim.state.pipeline import StepPipeline
@@ -281,6 +281,20 @@ class StateStore(StepState):
     def device_state_bytes(self) -> int:
         """State that lives on a device for good."""
         return sum(slot.size_bytes for slot in self.slots if slot.home.on_device)
+
+    def park(self) -> None:
+        """Write what was changed, and give the memory of staging buffers and threads back until they are used."""
+        with self.at_rest():
+            self.check(Need.STATE)
+            self.pipeline.park()
+            self.blocks.park()
+            self.kernels.end_workers()
+
+    def wake(self) -> None:
+        """Take back what `park` gave; who uses a buffer does it, too."""
+        with self.at_rest():
+            self.pipeline.wake()
+            self.blocks.wake()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.

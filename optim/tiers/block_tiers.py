@@ -306,6 +306,17 @@ class BlockTiers:
         if self.params is not None:
             self.params.keep_latest(keeps)
 
+    def park(self) -> None:
+        """Give the memory of staging buffers back until a block is used."""
+        self.keep_gathered(False)
+        for cache, _ in self._caches():
+            cache.park()
+
+    def wake(self) -> None:
+        """Take it again."""
+        for cache, _ in self._caches():
+            cache.wake()
+
     def forget_gradients(self, number: int) -> None:
         """Keep no gradients of a block, which were all used."""
         if self.grads is not None and (block := self._moving_grads(number)) is not None:

@@ -74,8 +74,9 @@ def patch_of(
         asked = _Asked(body, tensors, dtypes, group)
         here = [_ALL if reason else asked.num_changed(name, digests[name]) for name in tensors]
         num_changed = dict(zip(tensors, _together(here, tensors, group), strict=True))
-        if not reason and any(num_changed[name] for name, digest in digests.items() if not isinstance(digest, _Marked)):
-            marks.note_change()  # nobody noted it when it came
+        unmarked = (name for name, digest in digests.items() if not isinstance(digest, _Marked))
+        if marks.version in marks.known and any(num_changed[name] for name in unmarked):
+            marks.note_change()  # nobody noted it when it came: somebody may have this version without it
     version, changes = marks.version, marks.changes
 
     def check() -> None:

@@ -792,6 +792,25 @@ class OffloadEngine:
         self._drop_gathered()
         return version_of(self.optimizer.store, dict(weight_items(self.module)), self._group)
 
+    def park(self) -> None:
+        """Give memory back between two steps, while a sampler needs it; see `OffloadOptimizer.park`.
+
+        The first forward, or whatever else needs it, takes memory again, with the same bits. Every rank may call it.
+
+        Raises:
+            StateError: micro-batches of an unfinished step, or a step that stopped halfway.
+            SwapIOError: something could not be written; it is still in memory. Call it again, or go on.
+        """
+        self._between_steps("park")
+        self._drop_gathered()
+        if self.activations is not None:
+            self.activations.park()
+        self.optimizer.park()
+
+    def wake(self) -> None:
+        """Take memory for staging buffers again, now. Without it the first forward does."""
+        self.optimizer.wake()
+
     def save_16bit_model(
         self,
         dir: str | Path,  # noqa: A002  # as above

@@ -95,7 +95,8 @@ def chain(folder, case, seed):
                     unknown |= event(engine, case, chance, folder, step)
                     step += 1
                 if chance.random() < 0.2:
-                    next(iter(engine.weights(dtype, since=version)), None)  # given up: the version stays known
+                    given_up = engine.weights(dtype, since=version)  # then the version stays known
+                    version = version if next(iter(given_up), None) else given_up.version
                 found = engine.weights(dtype, since=version)
                 if unknown and found.since is not None:
                     return f"event {number}: {version} is not what {found!r} follows", sparse

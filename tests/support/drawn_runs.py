@@ -59,10 +59,11 @@ COLUMNS = {
     "ahead": [0, 1, 2],
     "every": [0, 1, 3],
     "buffers": [2, 3, 3, 4],
+    "parks": [False, False, True],
     "aio": [("auto", 32, "1MiB"), ("pyuring", 1, "64KiB"), ("aiofiles", 4, "64KiB")],
 }
 IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
-IN_MEMORY |= {"ahead": 0, "every": 0}
+IN_MEMORY |= {"ahead": 0, "every": 0, "parks": False}
 OF_THE_RUN = COLUMNS.keys() - IN_MEMORY.keys() - {"buffers", "aio"}
 """What the run in memory has of a case."""
 
@@ -170,6 +171,8 @@ def train(path, name, note, case, mistake=False):
             norms = []
             for step in steps_left(engine, name, note) if note else range(STEPS):
                 take_step(engine, case, step)
+                if case["parks"]:
+                    engine.park()
                 norms.append(engine.get_global_grad_norm())
             state = {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
             return state if note else state | {"norms": repr(norms)}
