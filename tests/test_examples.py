@@ -90,9 +90,20 @@ def test_trainer_goes_on_from_its_checkpoint(drive, tmp_path):
     assert max(rest) < first[0]
 
 
+def test_a_sampler_that_gets_patches_writes_the_same_tokens(drive, tmp_path):
+    arguments = ("--nvme-path", drive, "--steps", 4, "--width", 32)
+    patches, whole = (run("grpo.py", *arguments, *more, folder=tmp_path) for more in ((), ("--whole",)))
+    (few, tokens), (all_bytes, expected) = (
+        re.findall(r"(\d+) bytes sent, tokens (\w+)", each)[0] for each in (patches, whole)
+    )
+    assert tokens == expected
+    assert int(few) < int(all_bytes)
+    assert re.findall("reward .*", patches) == re.findall("reward .*", whole)
+
+
 def test_every_example_is_listed_and_short():
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert scripts == sorted([*SIZES, "lora_large.py", "train_large.py"])
+    assert scripts == sorted([*SIZES, "grpo.py", "lora_large.py", "train_large.py"])
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for name in scripts:
         assert f"]({name})" in index

@@ -76,6 +76,10 @@ class WeightPatch:
     def __iter__(self) -> Iterator[WeightChange]:
         return self._changes
 
+    def of(self, changes: Iterable[WeightChange]) -> "WeightPatch":
+        """Return this patch with its changes as they were received or kept: to apply or save it more than once."""
+        return WeightPatch(self.since, self.version, self.reason, self.kinds, iter(changes))
+
     def __repr__(self) -> str:
         what = f"since {self.since}" if self.since is not None else f"all weights: {self.reason}"
         return f"<WeightPatch to {self.version}, {what}>"
