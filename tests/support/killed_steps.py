@@ -87,6 +87,26 @@ def train_optimizer(path, name, note, **more):
         return digest_of([*params, *(value for entries in state.values() for value in entries.values())])
 
 
+def train_on_rows(path, name, note):
+    """The same over rows that are drawn anew in each epoch, by a loader of an epoch; the second one is cut, too."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.3), torch.nn.Linear(64, 8)).bfloat16()
+    rows = torch.randn(36, 8).bfloat16()
+
+    def batches(epoch):
+        drawn = torch.Generator().manual_seed(epoch)
+        return enumerate(torch.utils.data.DataLoader(rows, 6, shuffle=True, generator=drawn))
+
+    numbered = ((6 * epoch + index, batch) for epoch in range(2) for index, batch in batches(epoch))
+    with OffloadAdamW(model.parameters(), lr=1e-2, offload=durable_section(path, name)) as optimizer:
+        for number in steps_left(optimizer, name, note):
+            batch = next(batch for index, batch in numbered if index == number)  # those before are passed over
+            (model(batch) - batch).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest_of(model.parameters())
+
+
 def train_engine(path, name, note, tiers="state", other=None):
     """The same of a sharded model, on the ranks of this process group."""
     with durable("bf16", path, name, tiers, other=other) as engine:
@@ -126,6 +146,7 @@ KINDS = {
     "in-memory-too": Kind(train_optimizer, how={"host_budget": "7MiB"}),
     "logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}),
     "logged-in-memory-too": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2, "host_budget": "7MiB"}),
+    "on-rows": Kind(train_on_rows),
     "copies": Kind(train_optimizer, copies=True),
     "copies-logged": Kind(train_optimizer, how={"rewrite_every": 3, "buffers": 2}, copies=True),
     "two-ranks-copies-logged": Kind(train_engine, 2, {"tiers": "state, logged"}, copies=True),

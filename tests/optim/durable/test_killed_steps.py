@@ -13,7 +13,7 @@ from tests.support.hosts import why_not
 from tests.support.killed_steps import DTYPES, KINDS, SHAPES, durable_section
 from tests.support.training import params_of, returned_in_child, set_grads
 
-QUICK = ["logged-in-memory-too"]  # of engines, on all tiers and two ranks: test_drawn_runs.py
+QUICK = ["logged-in-memory-too", "on-rows"]  # of engines, on all tiers and two ranks: test_drawn_runs.py
 
 
 def test_killed_now_and_then_it_ends_with_the_same_bits(drive):
