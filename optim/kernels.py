@@ -183,13 +183,13 @@ def marked(marks: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the numbers of the elements that are marked of so many, in order: int64 [`num_marked`]."""
     found = torch.empty(num_marked(marks, numel), dtype=torch.int64, device="cpu")
     if found.numel():
-        _kernels.marked(marks.data_ptr(), numel, found.data_ptr())
+        _kernels.marked(available_isas()[-1], marks.data_ptr(), numel, found.data_ptr())
     return found
 
 
 def num_marked(marks: torch.Tensor, numel: int) -> int:
     """Return how many of so many elements are marked; `marks` is int64 [num_marks(numel)]."""
-    return _kernels.marked(_address("marks", marks, torch.int64, num_marks(numel)), numel, 0)
+    return _kernels.marked(available_isas()[-1], _address("marks", marks, torch.int64, num_marks(numel)), numel, 0)
 
 
 def ordered_sum(values: torch.Tensor) -> float:

@@ -50,6 +50,8 @@ struct KernelTable {
   double (*sq_sum[kNumGradDtypes])(const void* grad, std::size_t numel);
   // Sets the bit of each word that differs: 64 of them, from the lowest bit on, in each of `marks`.
   void (*mark_changed)(const std::uint16_t* before, const std::uint16_t* after, std::size_t numel, std::uint64_t* marks);
+  // Returns how many bits of `count` words are set; out: their numbers in order, or null.
+  std::int64_t (*marked)(const std::uint64_t* marks, std::size_t count, std::int64_t* out);
 };
 
 }  // namespace optim

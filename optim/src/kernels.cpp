@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstring>
 #include <deque>
 #include <numeric>
@@ -684,20 +683,11 @@ void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Addr
   });
 }
 
-std::int64_t marked(Address marks, std::int64_t numel, Address out) {
+std::int64_t marked(const std::string& isa, Address marks, std::int64_t numel, Address out) {
   check_numel(numel);
   check_address("marks", marks, sizeof(std::uint64_t), numel);
-  const auto* words = pointer<const std::uint64_t>(marks);
-  auto* numbers = pointer<std::int64_t>(out);
-  std::int64_t count = 0;
-  for (std::int64_t first = 0; first < numel; first += kMarksInWord, ++words) {
-    if (out == 0) {
-      count += std::popcount(*words);
-      continue;
-    }
-    for (std::uint64_t rest = *words; rest != 0; rest &= rest - 1) numbers[count++] = first + std::countr_zero(rest);
-  }
-  return count;
+  const std::size_t count = (static_cast<std::size_t>(numel) + kMarksInWord - 1) / kMarksInWord;
+  return kernel_table(isa).marked(pointer<const std::uint64_t>(marks), count, pointer<std::int64_t>(out));
 }
 
 double ordered_sum(Address address, std::int64_t numel) {

@@ -108,7 +108,7 @@ void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Addr
                   Address marks);
 
 // Returns how many of the first `numel` elements are marked; out: int64, their numbers in order, or 0.
-std::int64_t marked(Address marks, std::int64_t numel, Address out);
+std::int64_t marked(const std::string& isa, Address marks, std::int64_t numel, Address out);
 
 // Sum of fp64 numbers in index order.
 double ordered_sum(Address address, std::int64_t numel);

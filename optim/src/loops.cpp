@@ -3,6 +3,10 @@
 //
 // Nothing in this file may have external linkage but the table. An inline function shared with another file (std::sqrt,
 // std::bit_cast) would be emitted once for all ISAs, possibly with instructions that this machine does not have.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <utility>
 
 #include "kernel_table.hpp"
@@ -11,6 +15,7 @@ namespace optim {
 namespace {
 
 using std::int32_t;
+using std::int64_t;
 using std::size_t;
 using std::uint16_t;
 using std::uint32_t;
@@ -289,6 +294,34 @@ double sq_sum(const void* data, size_t numel) {
 
 // ---- which 16-bit words differ ----
 
+// Sets the bit of each of 64 words that differs. What a compiler makes of the portable loop packs bits one by one.
+#if defined(__AVX512BW__)
+uint64_t differing(const uint16_t* before, const uint16_t* after) {
+  const auto mask = [&](size_t at) -> uint64_t {
+    return _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(before + at), _mm512_loadu_si512(after + at));
+  };
+  return mask(0) | mask(32) << 32;
+}
+#elif defined(__AVX2__)
+uint64_t differing(const uint16_t* before, const uint16_t* after) {
+  const auto load = [](const uint16_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
+  const auto equal = [&](size_t at) { return _mm256_cmpeq_epi16(load(before + at), load(after + at)); };
+  const auto mask = [&](size_t at) -> uint64_t {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(equal(at), equal(at + 16)), 0xd8);
+    return ~static_cast<uint32_t>(_mm256_movemask_epi8(packed));
+  };
+  return (mask(0) & 0xffffffff) | mask(32) << 32;
+}
+#elif defined(__x86_64__)
+uint64_t differing(const uint16_t* before, const uint16_t* after) {
+  const auto load = [](const uint16_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); };
+  const auto equal = [&](size_t at) { return _mm_cmpeq_epi16(load(before + at), load(after + at)); };
+  const auto mask = [&](size_t at) -> uint64_t {
+    return ~static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(equal(at), equal(at + 8)))) & 0xffff;
+  };
+  return mask(0) | mask(16) << 16 | mask(32) << 32 | mask(48) << 48;
+}
+#else
 uint64_t differing(const uint16_t* __restrict before, const uint16_t* __restrict after) {
   unsigned char differs[64];
   for (size_t j = 0; j < 64; ++j) differs[j] = before[j] != after[j];
@@ -300,6 +333,7 @@ uint64_t differing(const uint16_t* __restrict before, const uint16_t* __restrict
   }
   return marks;
 }
+#endif
 
 void mark_changed(const uint16_t* __restrict before, const uint16_t* __restrict after, size_t numel,
                   uint64_t* __restrict marks) {
@@ -311,6 +345,17 @@ void mark_changed(const uint16_t* __restrict before, const uint16_t* __restrict 
     __builtin_memcpy(is, after + 64 * whole, rest * sizeof *is);
     marks[whole] |= differing(was, is);
   }
+}
+
+int64_t marked(const uint64_t* marks, size_t count, int64_t* out) {
+  int64_t found = 0;
+  for (size_t k = 0; k < count; ++k) {
+    if (!out) found += __builtin_popcountll(marks[k]);
+    for (uint64_t rest = out ? marks[k] : 0; rest != 0; rest &= rest - 1) {
+      out[found++] = static_cast<int64_t>(64 * k) + __builtin_ctzll(rest);
+    }
+  }
+  return found;
 }
 
 }  // namespace
@@ -329,6 +374,7 @@ const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
     .absorb = absorb,
     .sq_sum = {sq_sum<Fp32Grad>, sq_sum<Bf16Grad>, sq_sum<Fp16Grad>},
     .mark_changed = mark_changed,
+    .marked = marked,
 };
 
 }  // namespace optim

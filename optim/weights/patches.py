@@ -236,13 +236,19 @@ class _Asked(NamedTuple):
                 values = flat[at.to(flat.device)].cpu()
             if dtype is torch.float16 and parts.is_in_state and values.isinf().any():
                 raise ValueError(f"{name} has weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32")
-        indices, order = _in_rows(Part.of(tensor), at).sort()
-        return indices, checked_cast(name, values[order], dtype)
+        part = Part.of(tensor)
+        indices, is_in_order = _in_rows(part, at), [*part.order] == sorted(part.order)
+        if not is_in_order:
+            indices, order = indices.sort()
+            values = values[order]
+        return indices, checked_cast(name, values, dtype)
 
 
 def _in_rows(part: Part, at: torch.Tensor) -> torch.Tensor:
     """Return where elements of a part, in their order of memory, are in the whole tensor in row-major order."""
     indices, rest, strides = torch.zeros_like(at), at, torch.empty(part.whole, device="meta").stride()
+    if [*part.order] == sorted(part.order) and part.shape[1:] == part.whole[1:]:  # rows, as FSDP2 cuts them
+        return at + part.offsets[0] * strides[0] if part.order else at
     for place, dim in enumerate(reversed(part.order)):
         is_last = place == len(part.order) - 1
         own = rest if is_last else rest % part.shape[dim]
