@@ -13,6 +13,10 @@ _ABOUT = {
         "Train a byte-level GPT twice, with optimizer state on NVMe and in memory, and compare every bit.",
         "--size tiny --path /mnt/nvme0",
     ),
+    "lora": (
+        "Train adapters over a frozen base on NVMe by turns: iteration time, bytes per byte of the base, memory.",
+        "--path /mnt/nvme0 --with deepspeed",
+    ),
     "paced": (
         "Measure iterations with several sections: over a drive of an exact rate beside the plan, or over a real one.",
         "--case forward --case backward",

@@ -188,16 +188,20 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
         yield found
 
 
+def tools_of(python: str) -> dict[str, str]:
+    """Return the environment of an interpreter: a peer that compiles finds tools, and what it made stays with it."""
+    folder = Path(python).parent
+    tools = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
+    return {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions")}
+
+
 class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
     def __init__(self, found: Seen, python: str, template: Order, folder: Path, logs: Path | None = None) -> None:
         """Start it. The folder on the drive gets its swap, log and weights; `template`: all but who and where."""
-        # A peer that compiles when it is first used looks for its tools on PATH; what it made stays with its packages.
-        bin_folder, contender = Path(python).parent, found.contender
-        tools = os.pathsep.join((str(bin_folder), str(Path(sys.executable).parent), os.environ["PATH"]))
-        made = {"PATH": tools, "TORCH_EXTENSIONS_DIR": str(bin_folder.parent / "torch_extensions")}
-        super().__init__(work, (logs or folder) / f"{contender.name}.log", python=python, environment=made)
+        contender, log = found.contender, (logs or folder) / f"{found.contender.name}.log"
+        super().__init__(work, log, python=python, environment=tools_of(python))
         self._found, self._turn = found, template.turn
         swap = folder / contender.name
         swap.mkdir(exist_ok=True)

@@ -247,17 +247,22 @@ def _torchao(model: nn.Module) -> Trainer:
     return _plain(model, of(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW), clips=False)
 
 
-def _deepspeed(model: nn.Module, swap: Path) -> Trainer:
-    """With what makes it quickest here: both directions pipelined, as many buffers as that needs, deep queues."""
+def deepspeed_of(model: nn.Module, section: dict[str, Any]) -> tuple[Any, Callable[[nn.Parameter], Tensor]]:
+    """Return DeepSpeed's engine in a process group of its own, and what gives a parameter's fp32 master."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as free:
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     deepspeed = importlib.import_module("deepspeed")
-    whole = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
-    pipelined = {"pin_memory": False, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     aio = {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-    config = {**_section(swap, **pipelined), "train_micro_batch_size_per_gpu": 1, "aio": aio}
+    config = {**section, "train_micro_batch_size_per_gpu": 1, "aio": aio}
     engine = deepspeed.initialize(model=model, config=config)[0]
+    return engine, importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
+
+
+def _deepspeed(model: nn.Module, swap: Path) -> Trainer:
+    """With what makes it quickest here: both directions pipelined, as many buffers as that needs, deep queues."""
+    pipelined = {"pin_memory": False, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    engine, whole = deepspeed_of(model, _section(swap, **pipelined))
     return Trainer(
         iterate=_iteration_of(engine),
         weights=lambda: ((name, whole(param)) for name, param in engine.module.named_parameters()),

@@ -10,7 +10,7 @@ import torch
 from nvme_offload.perf.experiments import compare
 from nvme_offload.perf.experiments.compare import OURS, Contender, distance, same_bits
 from nvme_offload.perf.experiments.peers.worker import model_of
-from tests.perf.experiments.running import said
+from tests.perf.experiments.running import results, said
 
 SIZE = "1x64"
 
@@ -86,3 +86,14 @@ def test_the_readme_has_the_latest_result_and_its_picture(readme):
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]
     assert said.strip() == readme.block(readme.Result.of_file(path), path.stem)
     assert path.stem.encode() in readme.PICTURE.read_bytes()
+
+
+@pytest.mark.slow
+def test_adapters_over_a_base_in_place_are_those_over_a_copy_and_a_block_is_read_twice(tmp_path):
+    small = ("--path", tmp_path, "--layers", 6, "--width", 256, "--quads", 1, "--with", "copied")
+    in_place, copied = results("lora", *small).values()
+    assert in_place["ended"]["digest"] == copied["ended"]["digest"]
+    read, written = (count / in_place["base_bytes"] / 2 for count in in_place["ended"]["moved"])
+    assert read < 2.1, "twice a step, however many micro-batches; what a buffer still holds is not read"
+    assert written < 0.2, "a few adapters alone"
+    assert copied["ended"]["moved"][0] > 3 * in_place["ended"]["moved"][0]
