@@ -61,8 +61,19 @@ def durable(names, drive):
     assert names["engine"].global_steps == 3
     names["engine"].close()
     dist.destroy_process_group()
-    removed = CliRunner().invoke(cli.app, ["runs", "remove", "my-run", str(drive)])
-    assert removed.exit_code == 0, removed.output
+    section["zero_optimization"]["offload_optimizer"]["durable"] = "on-rows"
+    engine = initialize(small(), section)
+    loader = torch.utils.data.DataLoader
+    yield {"torch": torch, "DataLoader": loader, "rows": batches.flatten(0, 1), "batch_size": 4, "num_epochs": 2} | {
+        "engine": engine,
+        "loss": lambda out: out.float().square().mean(),
+    }
+    assert engine.global_steps == 6
+    engine.close()
+    dist.destroy_process_group()
+    for name in ("my-run", "on-rows"):
+        removed = CliRunner().invoke(cli.app, ["runs", "remove", name, str(drive)])
+        assert removed.exit_code == 0, removed.output
 
 
 def hazards(names, drive):

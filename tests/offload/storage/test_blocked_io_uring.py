@@ -21,7 +21,7 @@ needs_filter = pytest.mark.skipif(not can_filter(), reason="no seccomp filter is
 
 CHILD = """
 import json, logging, sys
-from nvme_offload.aio_native import EngineUnavailable
+from nvme_offload.aio_native.engine import EngineUnavailable
 from tests.support.small_training import train
 
 records = []

@@ -169,7 +169,7 @@ PRELUDE = """
 import logging, os, subprocess, sys
 from pathlib import Path
 from nvme_offload import OutOfSpaceError, SwapIOError, WeightFileError
-from nvme_offload.aio_native import FaultSpec
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.storage.swap_space import SwapSpace
 path = Path(sys.argv[1])
