@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.errors import StateError, WeightsError
 from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
 from nvme_offload.offload.user_path import user_path
-from nvme_offload.offload.weights.reader import DTYPES, SafetensorsReader
+from nvme_offload.offload.weights.reader import SafetensorsReader
+from nvme_offload.offload.weights.writer import entry_of
 
 INDEX = "versions.json"
-_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice
 _versions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The versions of models that patches were applied to."""
@@ -204,7 +204,7 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
             file.write(content)
             digest.update(content)
             stop = at + len(content)
-            header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+            header[name] = entry_of(tensor, tensor.dtype, at, stop)
             at = stop
     file.seek(0)
     file.write(struct.pack("<Q", room) + json.dumps(header, separators=(",", ":")).encode().ljust(room))
@@ -234,12 +234,12 @@ def _chain(folder: Path, have: str | None) -> list[WeightPatch]:
     links = _read_index(folder)
     if links and links[-1]["version"] == have:
         return []
-    first = next((place for place, link in enumerate(links) if link["since"] in (have, None)), None)
-    follows = next((place for place, link in enumerate(links) if have is not None and link["since"] == have), first)
-    if follows is None:
+    known = [link["since"] for link in links]
+    since = have if have in known else None  # without a version, or with one that is no longer there, all weights
+    if since not in known:
         there = f"patches since {links[0]['since']}" if links else "no patch"
         raise StateError("apply_patch", f"a patch since {have}, or one of all weights, in {folder}", there)
-    return [_opened(folder, link) for link in links[follows:]]
+    return [_opened(folder, link) for link in links[known.index(since) :]]
 
 
 def _opened(folder: Path, link: Mapping[str, Any]) -> WeightPatch:

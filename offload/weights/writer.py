@@ -59,14 +59,15 @@ class _Shard:
         at = 0
         for name, tensor, dtype in self.entries:
             stop = at + tensor.numel() * dtype.itemsize
-            described[name] = _described(tensor, dtype, at, stop)
+            described[name] = entry_of(tensor, dtype, at, stop)
             at = stop
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as readers that map files expect
         return struct.pack("<Q", len(text)) + text
 
 
-def _described(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> dict[str, Any]:
+def entry_of(tensor: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> dict[str, Any]:
+    """Return what a header says of a tensor whose bytes are there."""
     return {"dtype": _KINDS[dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
 
 
@@ -384,7 +385,7 @@ def _plan(
 
 def _header_bytes(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Return how much a tensor takes of a header at most; ValueError for a name that no header can have."""
-    size_bytes = len(json.dumps({name: _described(tensor, dtype, _MAX_OFFSET, _MAX_OFFSET)}))
+    size_bytes = len(json.dumps({name: entry_of(tensor, dtype, _MAX_OFFSET, _MAX_OFFSET)}))
     if name == _METADATA or name.encode(errors="replace").decode() != name:
         raise ValueError(f"{name!r} cannot be the name of a tensor in safetensors; rename the parameter or buffer")
     if size_bytes + _Shard.header_bytes > MAX_HEADER_BYTES:

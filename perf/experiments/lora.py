@@ -1,10 +1,10 @@
 """LoRA over a frozen base on NVMe: ours in place and block by block, beside ours copied in a loop, and DeepSpeed."""
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nvme_offload import get_full_param, initialize
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.experiments.compare import CONTENDERS, Contender, tools_of
+from nvme_offload.perf.experiments.compare import Contender, tools_of
 from nvme_offload.perf.experiments.experiment import run_experiment
 from nvme_offload.perf.experiments.peers.worker import deepspeed_of
 from nvme_offload.perf.measure.child import Child, ChildFailedError, Send
@@ -35,7 +35,7 @@ from nvme_offload.perf.measure.sections import MODES, Layer
 
 OURS = Contender("ours", "nvme-offload, base in place, block by block")
 COPIED = Contender("copied", "nvme-offload, base copied, a loop over micro-batches")
-PEERS = (COPIED, *(Contender(each.name, "DeepSpeed ZeRO-3, base on NVMe", each.package) for each in CONTENDERS[-1:]))
+PEERS = (COPIED, Contender("deepspeed", "DeepSpeed ZeRO-3, base on NVMe", "deepspeed"))
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}}
 
 
@@ -91,7 +91,7 @@ def work(told: Iterator[Any], send: Send) -> None:
     order: LoraOrder = next(told)
     torch.set_num_threads(order.threads)
     generator = torch.Generator().manual_seed(1)
-    engine, iterate, weights = (_deepspeed if order.contender == "deepspeed" else _ours)(order)
+    iterate, weights, close = (_deepspeed if order.contender == "deepspeed" else _ours)(order)
 
     def one() -> None:
         shape = order.micro_batches, order.tokens, order.width
@@ -112,12 +112,12 @@ def work(told: Iterator[Any], send: Send) -> None:
     for _, value in weights():
         digest.update(value.float().contiguous().numpy().data)
     send("ended", {"moved": moved, "peak": peak, "iterations": iterations, "digest": digest.hexdigest()})
-    engine.destroy() if order.contender == "deepspeed" else engine.close()
+    close()
     dist.destroy_process_group()
 
 
-Trained = tuple[Any, Callable[[Tensor], None], Callable[[], Iterator[tuple[str, Tensor]]]]
-"""An engine, what takes a step with micro-batches [count, tokens, width], and what gives the adapters by name."""
+Trained = tuple[Callable[[Tensor], None], Callable[[], Iterator[tuple[str, Tensor]]], Callable[[], None]]
+"""A trainer takes a step with micro-batches [count, tokens, width], gives the adapters by name, and ends."""
 
 
 def _loss(engine: Any, hidden: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _ours(order: LoraOrder) -> Trained:
             if param.requires_grad:
                 yield name, get_full_param(param)
 
-    return engine, iterate, weights
+    return iterate, weights, engine.close
 
 
 def _deepspeed(order: LoraOrder) -> Trained:
@@ -182,7 +182,7 @@ def _deepspeed(order: LoraOrder) -> Trained:
     def weights() -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(param)) for name, param in engine.module.named_parameters() if param.requires_grad)
 
-    return engine, iterate, weights
+    return iterate, weights, engine.destroy
 
 
 @dataclass
@@ -236,20 +236,27 @@ def lora(
         order = LoraOrder(contender="", package=None, threads=num_cpus(), base=str(base), swap="", **sizes)
         count = write_base(order)
         peers = [each for each in PEERS if not only or each.name in only]
-        notes = [
+        said = [
             f"base of {format_bytes(count)} in bf16, frozen; adapters of rank {rank}; {micro_batches} micro-batches of "
             f"{tokens} tokens; {quads} rounds of ours, theirs, theirs, ours",
             "B: bytes per byte of the base and iteration as the kernel counts them; times ours: median over rounds",
         ]
         seen = _seen(peers, order, Path(folder), count, quads)
-        run_experiment("lora", "LoRA beside others", seen, lambda _: notes, path=path, save_to=save_to)
+        run_experiment("lora", "LoRA beside others", seen, partial(_notes, said), path=path, save_to=save_to)
+
+
+def _notes(said: Sequence[str], all_found: Sequence[LoraSeen]) -> list[str]:
+    """Add why some could not train to what is said of all."""
+    return [*said, *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem)]
 
 
 class LoraSide(Child):
     """A contender's process, which takes turns."""
 
     def __init__(self, found: LoraSeen, order: LoraOrder, folder: Path) -> None:
-        name, python = found.contender.name, found.contender.python() or sys.executable
+        name, python = found.contender.name, found.contender.python()
+        if python is None:
+            raise ChildFailedError(f"{found.contender.package} is not installed")
         super().__init__(work, folder / f"{name}.log", python=python, environment=tools_of(python))
         self._found, swap = found, folder / name
         swap.mkdir(exist_ok=True)

@@ -1,7 +1,5 @@
 """These facts about the machine and this process are noted: without them nobody can repeat a figure."""
 
-import contextlib
-import ctypes
 import gc
 import os
 import platform
@@ -19,6 +17,7 @@ from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.devices.device import current_of, default_device_type, is_device
 from nvme_offload.offload.host.disks import disk_of, disks_below
 from nvme_offload.offload.host.proc import PROC, Mount, mount_of, read, read_int, status_field
+from nvme_offload.offload.host.region import trim_heap
 from nvme_offload.offload.units import format_bytes
 
 
@@ -32,8 +31,7 @@ def _status_bytes(name: str) -> int:
 def settled_resident_bytes() -> int:
     """Memory of this process that is resident now, without what the C library's allocator keeps for later."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     return _status_bytes("VmRSS")
 
 

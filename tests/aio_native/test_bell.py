@@ -130,7 +130,7 @@ def test_no_exception_loses_it(make):
 
 
 def test_its_end_has_no_point_at_which_a_handler_could_raise():
-    """What is raised in a finalizer is printed, and what it had not done yet is never done."""
+    """Python prints what a finalizer raises, and never does what it had not done yet."""
     before = num_open()
     interrupt = Interrupt(1, raise_struck)
     dropped = Descriptor(os.eventfd, 0)

@@ -172,7 +172,7 @@ def test_many_segments_in_one_call_and_none_without_a_gradient():
 
 
 def test_square_sums_depend_on_nothing_but_the_gradient():
-    """Those of several gradients are those of each."""
+    """Sums of several gradients at once are those of each alone."""
     grads, all_sums = [], []
     for numel, dtype in SIZES:
         grads.append((torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype))

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: an iteration and its limit, scalars, the record of a run, traces and profiles."""
+"""An optimizer says of itself: an iteration and its limit, scalars, the record of a run, traces and profiles."""
 
 import json
 import logging

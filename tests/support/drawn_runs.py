@@ -65,7 +65,7 @@ COLUMNS = {
 IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
 IN_MEMORY |= {"ahead": 0, "every": 0, "parks": False}
 OF_THE_RUN = COLUMNS.keys() - IN_MEMORY.keys() - {"buffers", "aio"}
-"""What the run in memory has of a case."""
+"""The run in memory has these columns of a case."""
 
 
 def allowed(case):

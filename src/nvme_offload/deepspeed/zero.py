@@ -151,8 +151,10 @@ class _Building(_Writes):
         return made
 
     def _written(self, func: Any, args: tuple[Any, ...]) -> nn.Parameter | None:
-        if func == _SET_DATA and _storage_of(args[1]) in self._cast:  # a module's `to`: what it will have is the same
-            return None
+        if func == _SET_DATA and (
+            args[1] is args[0] or (_storage_of(args[1]) in self._cast and version_of(args[1]) == 0)
+        ):
+            return None  # a module's `to`: what it will have is the same
         return super()._written(func, args)
 
     def moved(self, param: nn.Parameter) -> nn.Parameter:

@@ -118,7 +118,7 @@ TWINS = {}
 
 
 def twin_of(kind, path):
-    """How a run ends that nobody disturbs: each kind is trained once."""
+    """Return how a run ends that nobody disturbs. Each kind is trained once."""
     if kind not in TWINS:
         TWINS[kind] = ends(Run(path, "off", kind, durable=False), 0)
     return TWINS[kind]

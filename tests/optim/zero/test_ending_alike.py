@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all, with the rank, the host and the place; and ranks end cleanly without a close."""
+"""All ranks fail where one fails, and name its rank, host and place; and ranks end cleanly without a close."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""What a sharded module, or a class of weights with tensors of its own, cannot do says so: value, place and remedy."""
+"""A sharded module, or a class of weights with tensors of its own, refuses by value, place and remedy."""
 
 import copy
 import io
