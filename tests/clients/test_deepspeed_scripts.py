@@ -228,12 +228,18 @@ def set_data(model):
     model.head.weight.data = model.head.weight.data + 1
 
 
+def set_what_was_changed_after_a_cast(model):
+    cast = model.head.weight.half()
+    model.head.weight.data = cast.mul_(2)
+
+
 WRITES = {
     "in_place": lambda model: nn.init.zeros_(model.head.weight),
     "data": lambda model: nn.init.zeros_(model.head.weight.data),
     "method_of_data": lambda model: model.head.weight.data.normal_(0, 0.02),
     "item_of_data": lambda model: model.head.weight.data[:2].fill_(1),
     "data_itself": set_data,
+    "cast": set_what_was_changed_after_a_cast,
 }
 
 
