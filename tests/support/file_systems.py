@@ -21,6 +21,7 @@ from nvme_offload import OffloadAdamW, OffloadConfig
 from nvme_offload.perf.doctor.findings import Level
 from nvme_offload.perf.doctor.paths import check_trial
 from nvme_offload.perf.doctor.trial import TrialSite, trial
+from tests.support.engine_tools import available_engines
 from tests.support.killed_steps import NUM_STEPS, be_ready_to_fork, durable_section, fork, train_optimizer
 from tests.support.training import params_of
 
@@ -220,9 +221,9 @@ def _kill():
 
 def found_by_doctor(folder):
     """What the doctor says of a run there."""
-    seen = []
-    trial(iter([TrialSite(folder, {}, ["io_uring", "aiofiles"])]), lambda _, each: seen.append(each))
-    return [*check_trial(seen[0], ["io_uring", "aiofiles"], OffloadConfig())]
+    seen, engines = [], [*dict.fromkeys((available_engines()[0], "aiofiles"))]
+    trial(iter([TrialSite(folder, {}, engines)]), lambda _, each: seen.append(each))
+    return [*check_trial(seen[0], engines, OffloadConfig())]
 
 
 def assert_same_end(said, expected, step):
