@@ -16,6 +16,7 @@ import torch
 import typer
 from torch import Tensor
 
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.perf.experiments.experiment import run_experiment
 from nvme_offload.perf.experiments.gpt import parse_size
@@ -23,7 +24,7 @@ from nvme_offload.perf.experiments.peers.worker import Ended, Order, model_of, w
 from nvme_offload.perf.measure.child import Child, ChildFailedError
 from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
 from nvme_offload.perf.measure.comparison import Quad
-from nvme_offload.perf.measure.machine import num_cpus
+from nvme_offload.perf.measure.machine import device_here, num_cpus
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2]
 """`make compare` makes an environment here for each peer that needs one."""
@@ -36,6 +37,7 @@ class Contender:
     name: str
     text: str  # its name in the table
     package: str | None = None  # the package that the peer needs; None: torch and this project alone
+    on_device: bool = False  # whether it is for models on a GPU alone
 
     def weights(self, folder: Path) -> Path:
         """The file in `folder` for its master weights at the end."""
@@ -45,7 +47,7 @@ class Contender:
         """The interpreter that has its package; None where there is none."""
         if self.package is None or find_spec(self.package):
             return sys.executable
-        own = ENVIRONMENTS / f".venv-compare-{self.name}" / "bin" / "python"
+        own = ENVIRONMENTS / f".venv-compare-{self.package}" / "bin" / "python"
         return str(own) if own.exists() else None
 
 
@@ -55,9 +57,19 @@ CONTENDERS = (
     OURS,
     MEMORY,
     Contender("ours-memory", "nvme-offload, state in memory"),
+    Contender("ours-backward", "nvme-offload, state in memory, updated in backward, unclipped", on_device=True),
+    Contender("ours-device", "nvme-offload, state on the device", on_device=True),
     Contender("cpu-offload", "FSDP2 with CPUOffloadPolicy"),
     Contender("torchao", "torchao's CPUOffloadOptimizer", "torchao"),
+    Contender("zero-offload", "DeepSpeed ZeRO-Offload, state in memory", "deepspeed", on_device=True),
+    Contender("superoffload", "DeepSpeed SuperOffload, state in memory", "deepspeed", on_device=True),
     Contender("deepspeed", "DeepSpeed ZeRO-3, state on NVMe, pipelined", "deepspeed"),
+)
+DEVICE_COLUMNS = ("device memory", "B to device", "B from device")
+"""Columns that are there for a model on a GPU."""
+DEVICE_NOTE = (
+    "device memory: the most that torch's allocator reserved; B to and from the device: bytes per parameter of the "
+    "copies of one iteration, as torch.profiler sees them; what a kernel reads in host memory itself is no copy"
 )
 
 
@@ -67,6 +79,7 @@ class Seen:
 
     contender: Contender
     numel: int  # parameters of the model
+    on_device: bool = False  # whether it computed on a GPU
     problem: str | None = None  # why it could not train; None: it did
     version: str | None = None
     seconds: list[float] = field(default_factory=list)
@@ -90,12 +103,16 @@ class Seen:
     @property
     def shown(self) -> dict[str, str]:
         """Its row, by the heads of the columns."""
-        row = dict.fromkeys(("", "iteration", "times ours", "peak memory", "B read", "B written", "distance"), "")
+        there = DEVICE_COLUMNS if self.on_device else ()
+        columns = ("", "iteration", "times ours", "peak memory", *there, "B read", "B written", "distance")
+        row = dict.fromkeys(columns, "")
         row[""] = self.contender.text + (f" ({self.version})" if self.version else "")
         if self.problem is not None or self.ended is None:
             return row | {"iteration": "cannot" if self.problem else "not yet"}
         for head, count in zip(("B read", "B written"), self.ended.moved or (), strict=False):
             row[head] = f"{count / self.numel / self.ended.iterations:.1f}"
+        crossed = [f"{count / self.numel:.1f}" for count in self.ended.copied or ()]
+        row |= dict(zip(there, [format_bytes(self.ended.device_peak_bytes), *crossed], strict=False))
         if self.distance is not None:
             of_ours = ", the bits of ours" if self.bits_of_ours else ""
             row["distance"] = f"{self.distance:.1e}{of_ours}" if self.distance else "0"
@@ -111,6 +128,7 @@ def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
         f"{parse_size(order.size).num_parameters:,} parameters, {order.tokens} tokens an iteration; bf16 compute over "
         f"fp32 masters, AdamW, clipping at 1.0; {quads} x {order.turn} iterations each of ours, theirs, theirs, ours",
         "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
+        *([DEVICE_NOTE] if order.device != HOST.type else ()),
         "times ours: the median over rounds of ours, theirs, theirs, ours; above 1 is slower than ours",
         f"distance: how far the weights end from those of {MEMORY.text}, as a share of how far training moved them",
         *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None),
@@ -150,11 +168,13 @@ def compare(
     ),
     tokens: Annotated[int, typer.Option(min=128, help="Tokens of an iteration, a multiple of 128.")] = 512,
     quads: Quads = 2,
+    device: Annotated[str | None, typer.Option(help="By default this machine's GPU, or the CPU: cpu.")] = None,
     only: Annotated[list[str] | None, typer.Option("--with", help="Beside whom; by default beside all.")] = None,
     save_to: SaveTo = None,
 ) -> None:
     """Train one model with ours and each of the others in turn: iteration time, memory, bytes and bits."""
-    others = [other for other in CONTENDERS if other is not OURS]
+    on = device or str(device_here() or HOST)
+    others = [each for each in CONTENDERS if each is not OURS and (on != HOST.type or not each.on_device)]
     for name in only or ():
         if name not in {other.name for other in others}:
             known = ", ".join(other.name for other in others)
@@ -163,7 +183,8 @@ def compare(
     others = [other for other in others if not only or other.name in only or other is MEMORY]
     with failures_in_words():
         parse_size(size)
-    order = Order(contender="", package=None, size=size, tokens=tokens, threads=num_cpus(), swap="", weights="")
+    sizes: dict[str, Any] = {"size": size, "tokens": tokens, "threads": num_cpus(), "device": on}
+    order = Order(contender="", package=None, swap="", weights="", **sizes)
     with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
         compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
         kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
@@ -172,7 +193,7 @@ def compare(
 
 def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: int) -> Iterator[Seen]:
     """Find out about ours and each of the others; the run in memory goes first."""
-    ours = Seen(OURS, parse_size(order.size).num_parameters)
+    ours = Seen(OURS, parse_size(order.size).num_parameters, order.device != HOST.type)
     yield ours
     for other in others:
         own, found = _beside_ours(other, order, folder, quads)
@@ -225,8 +246,8 @@ class Side(Child):
 
 def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Seen, Seen]:
     """Train both by turns; return what was seen of ours and of the other. One that cannot train says why."""
-    numel = parse_size(template.size).num_parameters
-    ours, theirs = Seen(OURS, numel), Seen(contender, numel)
+    model = parse_size(template.size).num_parameters, template.device != HOST.type
+    ours, theirs = Seen(OURS, *model), Seen(contender, *model)
     if (python := contender.python()) is None:
         theirs.problem = f"{contender.package} is not installed"
         return ours, theirs

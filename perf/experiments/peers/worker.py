@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from nvme_offload import initialize
+from nvme_offload.offload.devices.device import HOST, is_host, use, wait_for_all
 from nvme_offload.optim.telemetry.stats import OptimizerStats, Span
 from nvme_offload.optim.telemetry.trace import write_trace
 from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
@@ -30,6 +32,7 @@ from nvme_offload.perf.measure.machine import (
     storage_bytes,
     version_of,
 )
+from nvme_offload.perf.measure.on_device import copied_by, peak_reserved_bytes, reset_peak_reserved_bytes
 from nvme_offload.perf.measure.sections import MODES, merged, section
 from nvme_offload.perf.verify.engines import full
 
@@ -38,6 +41,24 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 CLIPPING = 1.0
 MICRO_BATCHES = 2  # of a step of the demo
 SUBGROUP = 2**24  # elements of a subgroup where state moves, so that a step has about sixteen
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-memory": {},
+    "ours-backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
+    "ours-device": {"device_budget": "1TiB"},
+}
+"""Contenders of ours, each with the keys of its section beside those that all have; the first is on NVMe."""
+_PIPELINED = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+_SUPER = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.8}
+DEEPSPEEDS: dict[str, dict[str, Any]] = {
+    "deepspeed": {"offload_optimizer": _PIPELINED},
+    "zero-offload": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    "superoffload": {"offload_optimizer": _SUPER},
+}
+"""The same of DeepSpeed's, with what makes each quickest: on NVMe both directions pipelined, as many buffers as that
+needs, deep queues; the others as their tutorials have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +72,7 @@ class Order:
     threads: int
     swap: str  # folder on the drive
     weights: str  # file for the master weights at the end
+    device: str = HOST.type  # where the model computes
     turn: int = 2  # iterations of a turn
     keys: dict[str, Any] = field(default_factory=dict)  # in place of those of the section, in the demo
     demo: bool = False
@@ -71,6 +93,8 @@ class Ended:
     grown_bytes: int = 0  # resident memory after training beyond what was resident before the optimizer was made
     engine: str = ""  # who moved the bytes, and why
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of masters and states, in the demo
+    device_peak_bytes: int = 0  # most memory of the device that torch's allocator reserved while it trained
+    copied: tuple[int, int] | None = None  # bytes of the copies of one iteration, to the device and from it
 
 
 def work(told: Iterator[Any], send: Send) -> None:
@@ -80,17 +104,22 @@ def work(told: Iterator[Any], send: Send) -> None:
     """
     order: Order = next(told)
     torch.set_num_threads(order.threads)  # the same in every process: arithmetic is repeatable
-    model = model_of(order.size, in_fp32=order.demo)
-    data = batches(load_corpus(), order.tokens // CONTEXT, SEED)
+    device = torch.device(order.device)
+    use(device)
+    model = model_of(order.size, in_fp32=order.demo).to(device)
+    data = (
+        (inputs.to(device), targets.to(device))
+        for inputs, targets in batches(load_corpus(), order.tokens // CONTEXT, SEED)
+    )
     for inputs, targets in islice(data, 2 * order.demo):  # what a pass takes is no memory of the optimizer's
         model(inputs, targets).backward()
         model.zero_grad()
     before_all = settled_resident_bytes()
     trainer = trainer_of(order, model)
     del model
-    trainer.iterate(*next(data))  # what is made once is made now
-    trainer.settle()
+    one_more(trainer, data, device)  # what is made once is made now
     reset_peak_resident_bytes()
+    reset_peak_reserved_bytes(device)
     before, iterations = storage_bytes(), 0
     send("ready", order.package and version_of(order.package))
     for count in told:
@@ -103,18 +132,33 @@ def work(told: Iterator[Any], send: Send) -> None:
             seconds.append(time.perf_counter() - start)
             figures.append(trainer.look())
         start = time.perf_counter()
-        trainer.settle()
+        settle(trainer, device)
         seconds[-1] += time.perf_counter() - start
         iterations += count
         send("turn", (seconds, losses, figures))
     ended = Ended(iterations, peak_resident_bytes(), moved_since(before), **trainer.sum_up())
+    there = peak_reserved_bytes(device)  # before the profiler has memory of its own
+    ended = replace(ended, device_peak_bytes=there, copied=copied_by(device, partial(one_more, trainer, data, device)))
     if order.demo:
         ended.digests.update({name: _digest(value) for name, value in trainer.weights()})
         ended = replace(ended, grown_bytes=settled_resident_bytes() - before_all)
     else:
-        torch.save({name: weight.clone() for name, weight in trainer.weights()}, order.weights)
+        torch.save({name: weight.clone().cpu() for name, weight in trainer.weights()}, order.weights)
     trainer.close()
     send("ended", ended)
+
+
+def settle(trainer: "Trainer", device: torch.device) -> None:
+    """Wait until nothing runs on, on the host or on the device."""
+    trainer.settle()
+    if not is_host(device):
+        wait_for_all(device)
+
+
+def one_more(trainer: "Trainer", data: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Do an iteration, and all that runs on behind it."""
+    trainer.iterate(*next(data))
+    settle(trainer, device)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -144,23 +188,25 @@ class Trainer:
 
 def trainer_of(order: Order, model: nn.Module) -> Trainer:
     """The trainer of a contender."""
-    name, swap = order.contender, Path(order.swap)
-    if name in ("ours", "ours-memory"):
-        swap_of_ours = swap if name == "ours" else None
-        return _in_detail(model, order, swap_of_ours) if order.demo else _ours(model, swap_of_ours)
-    if name == "deepspeed":
-        return _deepspeed(model, swap)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+    name, swap, device = order.contender, Path(order.swap), torch.device(order.device)
+    if name in OURS:
+        made = merged(_section(swap if name == "ours" else None), OURS[name])
+        return _in_detail(model, order, made) if order.demo else _ours(model, made)
+    if name in DEEPSPEEDS:
+        return _deepspeed(model, name, swap, device)
+    backend = "gloo" if is_host(device) else None  # of every kind of device its own
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     if name == "torchao":
         return _torchao(model)
-    return _fsdp2(model, CPUOffloadPolicy(pin_memory=False) if name == "cpu-offload" else OffloadPolicy())
+    offload = CPUOffloadPolicy(pin_memory=not is_host(device)) if name == "cpu-offload" else OffloadPolicy()
+    return _fsdp2(model, offload, device)
 
 
-def _section(swap: Path | None, **state: Any) -> dict[str, Any]:
+def _section(swap: Path | None) -> dict[str, Any]:
     """Return what ours and DeepSpeed have in common."""
     adamw = {"type": "AdamW", "params": ADAMW}
     common = {"optimizer": adamw, "gradient_clipping": CLIPPING, **MODES["bf16"]}
-    return section(swap, state=state, sub_group_size=SUBGROUP, **common)
+    return section(swap, sub_group_size=SUBGROUP, **common)
 
 
 def _iteration_of(engine: Any) -> Callable[[Tensor, Tensor], float]:
@@ -173,8 +219,8 @@ def _iteration_of(engine: Any) -> Callable[[Tensor, Tensor], float]:
     return iterate
 
 
-def _ours(model: nn.Module, swap: Path | None) -> Trainer:
-    engine = initialize(model, _section(swap))
+def _ours(model: nn.Module, section: dict[str, Any]) -> Trainer:
+    engine = initialize(model, section)
     return Trainer(
         iterate=_iteration_of(engine),
         weights=lambda: _weights(engine.module),
@@ -183,9 +229,9 @@ def _ours(model: nn.Module, swap: Path | None) -> Trainer:
     )
 
 
-def _in_detail(model: nn.Module, order: Order, swap: Path | None) -> Trainer:
+def _in_detail(model: nn.Module, order: Order, section: dict[str, Any]) -> Trainer:
     """Ours as the demo shows it: two micro-batches a step, with figures of each, and states beside the weights."""
-    engine = initialize(model, merged(_section(swap), order.keys))
+    engine = initialize(model, merged(section, order.keys))
     optimizer, spans, begun = engine.optimizer, set[Span](), list[OptimizerStats]()
 
     def iterate(inputs: Tensor, targets: Tensor) -> float:
@@ -232,10 +278,10 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, clips: bool) -
     return Trainer(iterate=iterate, weights=lambda: _weights(model))
 
 
-def _fsdp2(model: nn.Module, offload: OffloadPolicy) -> Trainer:
+def _fsdp2(model: nn.Module, offload: OffloadPolicy, device: torch.device) -> Trainer:
     """Every block a unit of its own, as `initialize` does it; shards and gradients in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
     for unit in [*model.get_submodule("blocks").children(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return _plain(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), clips=True)
@@ -247,9 +293,11 @@ def _torchao(model: nn.Module) -> Trainer:
     return _plain(model, of(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW), clips=False)
 
 
-def deepspeed_of(model: nn.Module, section: dict[str, Any]) -> tuple[Any, Callable[[nn.Parameter], Tensor]]:
+def deepspeed_of(
+    model: nn.Module, section: dict[str, Any], device: torch.device = HOST
+) -> tuple[Any, Callable[[nn.Parameter], Tensor]]:
     """Return DeepSpeed's engine in a process group of its own, and what gives a parameter's fp32 master."""
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ.update(DS_ACCELERATOR=device.type, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as free:
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     deepspeed = importlib.import_module("deepspeed")
@@ -259,10 +307,11 @@ def deepspeed_of(model: nn.Module, section: dict[str, Any]) -> tuple[Any, Callab
     return engine, importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
 
 
-def _deepspeed(model: nn.Module, swap: Path) -> Trainer:
-    """With what makes it quickest here: both directions pipelined, as many buffers as that needs, deep queues."""
-    pipelined = {"pin_memory": False, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
-    engine, whole = deepspeed_of(model, _section(swap, **pipelined))
+def _deepspeed(model: nn.Module, name: str, swap: Path, device: torch.device) -> Trainer:
+    """Each of its ways to offload, with the keys of `DEEPSPEEDS`."""
+    made = merged(_section(swap if name == "deepspeed" else None), {"zero_optimization": DEEPSPEEDS[name]})
+    made["zero_optimization"]["offload_optimizer"]["pin_memory"] = not is_host(device)
+    engine, whole = deepspeed_of(model, made, device)
     return Trainer(
         iterate=_iteration_of(engine),
         weights=lambda: ((name, whole(param)) for name, param in engine.module.named_parameters()),

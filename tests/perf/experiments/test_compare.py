@@ -3,14 +3,20 @@
 import json
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nvme_offload.offload.devices.device import current_of, default_device_type
 from nvme_offload.perf.experiments import compare
 from nvme_offload.perf.experiments.compare import OURS, Contender, distance, same_bits
-from nvme_offload.perf.experiments.peers.worker import model_of
+from nvme_offload.perf.experiments.peers.worker import Order, model_of, work
+from nvme_offload.perf.measure.on_device import copied_bytes
+from nvme_offload.perf.plan.machine import Drives, Machine
+from scripts import card
 from tests.perf.experiments.running import results, said
+from tests.support.late_device.module import late_device
 
 SIZE = "1x64"
 
@@ -97,3 +103,56 @@ def test_adapters_over_a_base_in_place_are_those_over_a_copy_and_a_block_is_read
     assert read < 2.1, "twice a step, however many micro-batches; what a buffer still holds is not read"
     assert written < 0.2, "a few adapters alone"
     assert copied["ended"]["moved"][0] > 3 * in_place["ended"]["moved"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contender", ["ours-memory", "ours-backward", "ours-device"])
+def test_a_contender_on_a_device_says_what_it_took_there(contender, tmp_path):
+    """As ours on NVMe, which has the same bits but where it cannot clip."""
+    with late_device():
+        there = [of_one(each, tmp_path / each, device="late:0") for each in ("ours", contender)]
+    (ours, of_ours), (other, of_other) = there
+    assert other["ended"].device_peak_bytes > 4 * sum(value.numel() for value in of_other.values()), (
+        "masters, gradients"
+    )
+    assert ours["ended"].copied is None, "the profiler sees no copies of a stand-in"
+    if contender != "ours-backward":
+        assert all(torch.equal(value, of_other[name]) for name, value in of_ours.items())
+        assert other["turn"][1] == ours["turn"][1]
+
+
+def of_one(contender, folder, **more):
+    """What one contender's process says, by its kind, and its weights."""
+    folder.mkdir()
+    order = {"package": None, "size": SIZE, "tokens": 128, "threads": 1, "swap": str(folder), **more}
+    said, weights = {}, folder / "weights"
+    work(iter([Order(contender=contender, weights=str(weights), **order), 2]), said.__setitem__)
+    return said, torch.load(weights)
+
+
+def test_copies_of_a_trace_are_summed_by_their_way():
+    events = [
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 3}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 5}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 7}},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 11}},
+        {"cat": "kernel", "name": "HtoD", "args": {}},
+        {"name": "process_name"},
+    ]
+    assert copied_bytes(events) == (14, 5)
+
+
+@pytest.mark.slow
+def test_large_layers_train_on_a_small_card_beside_their_plan(tmp_path):
+    """On the stand-in with a machine that is made up: what a card decides is tried in every line but its rates."""
+    memory = {"host_memory": 2**30, "device_memory": 2**28}
+    machine = Machine(drives=Drives.of_rates(1e9, 1e9), flops=1e12, pcie=1e10, **memory)
+    sizes = {"width": 128, "vocabulary": 256, "layers": 2, "tokens": 16, "steps": 2}
+    with late_device():
+        found = card.dense(tmp_path, machine, current_of(default_device_type()), SimpleNamespace(**sizes))
+    assert found["plan"] > 0
+    assert 0 < found["device_peak_bytes"] < 2**28
+    base = {"fake": "tiny", "fake_layers": 1, "sequence": 8, "steps": 2}
+    assert "of the drive's rate" in card.shown(
+        card.lora(tmp_path, machine, torch.device("cpu"), SimpleNamespace(**base))
+    )
