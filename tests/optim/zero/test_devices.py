@@ -306,3 +306,40 @@ def test_ranks_with_a_device_can_gather_in_host_memory_too(late):
     """State of parameters on a device is there: a group of NCCL alone could not gather it."""
     default_mesh("late")
     assert dist.get_backend_config() == "cpu:gloo,late:gloo"
+
+
+needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def _on_a_card(rank, world_size, backend, capturing):
+    """Weights after three steps over groups of a backend; between two calls a graph of other work is captured."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group(backend, init_method=f"file://{store.name}_", rank=rank, world_size=world_size)
+        mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
+        torch.manual_seed(0)
+        config = {**CONFIG, "overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False}
+        with initialize(model_on("cpu").cuda(), config, mesh=mesh) as engine:
+            x, own = torch.ones(2, 16, device="cuda"), torch.zeros(4, device="cuda")
+            for step in range(3):
+                loss = engine(x).float().square().mean()
+                if capturing:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                        own += 1
+                    graph.replay()
+                    assert own.sum().item() == 4 * (step + 1)
+                engine.backward(loss)
+                engine.step()
+            return [get_full_param(parameter).cpu() for parameter in engine.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("backend", "capturing"),
+    [pytest.param("nccl", False, marks=needs_cuda), pytest.param("cpu:gloo,cuda:nccl", True, marks=needs_cuda)],
+)
+def test_on_a_card_neither_nccl_alone_nor_a_graph_beside_it_changes_a_bit(backend, capturing):
+    [expected] = run_ranks(_on_a_card, 1, "cpu:gloo,cuda:nccl", False)
+    [found] = run_ranks(_on_a_card, 1, backend, capturing)
+    assert_same_bits(found, expected)
