@@ -20,10 +20,15 @@ def missing(package: str, error: ModuleNotFoundError) -> Any:
     return type("Missing", (), {"__new__": refuse})
 
 
-def figures_of(optimizer: OffloadOptimizer) -> dict[str, float]:
-    """Return ``optimizer.stats().scalars`` without what is not known yet: logs are JSON, which has no NaN."""
-    scalars = optimizer.stats().scalars("offload/")
-    return {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
+FEW = ("steps", "iteration_seconds", "iteration_share_of_ideal", "bytes_read", "bytes_written")
+"""Logs get these where nobody asks for all."""
+
+
+def figures_of(optimizer: OffloadOptimizer, *, every: bool) -> dict[str, float]:
+    """Return `FEW` of ``optimizer.stats().scalars``, or all, without what is not known yet: JSON has no NaN."""
+    scalars = optimizer.stats().scalars()
+    wanted = scalars if every else FEW
+    return {f"offload/{name}": float(scalars[name]) for name in wanted if math.isfinite(scalars[name])}
 
 
 def offloaded(optimizers: Iterable[Optimizer | None]) -> OffloadOptimizer | None:

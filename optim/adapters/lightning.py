@@ -14,7 +14,15 @@ except ModuleNotFoundError as error:
 
 
 class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Hands the figures of ``optimizer.stats()`` to all loggers, every ``log_every_n_steps``, as ``offload/...``."""
+    """Hands figures of ``optimizer.stats()`` to all loggers, every ``log_every_n_steps``, as ``offload/...``.
+
+    Args:
+        all_figures: hand over all of ``stats().scalars()``, in place of five: steps, seconds of an iteration, its share
+            of the ideal, and bytes of optimizer state that were read and written.
+    """
+
+    def __init__(self, *, all_figures: bool = False) -> None:
+        self._all_figures = all_figures
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -23,7 +31,7 @@ class OffloadLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
         optimizer = offloaded(trainer.optimizers)
         if optimizer is None or trainer.global_step % trainer.log_every_n_steps:
             return
-        figures = figures_of(optimizer)
+        figures = figures_of(optimizer, every=self._all_figures)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
 

@@ -42,12 +42,19 @@ def trainer_optimizer(
 
 
 class OffloadTrainerCallback(TrainerCallback):
-    """Adds the figures of ``optimizer.stats()`` to what `Trainer` logs, every ``logging_steps``.
+    """Adds figures of ``optimizer.stats()`` to what `Trainer` logs, every ``logging_steps``.
 
     As one of ``callbacks`` it reaches the log history and what is printed beside the progress bar. Reporters
     (``report_to``: TensorBoard, W&B, MLflow) have their turn before; `add_to` puts it in front of them. Names begin
     with ``offload/``.
+
+    Args:
+        all_figures: log all of ``stats().scalars()``, in place of five: steps, seconds of an iteration, its share of
+            the ideal, and bytes of optimizer state that were read and written.
     """
+
+    def __init__(self, *, all_figures: bool = False) -> None:
+        self._all_figures = all_figures
 
     def add_to(self, trainer: Trainer) -> None:
         """Put it in front of all callbacks of a trainer, so that every one of them sees the figures."""
@@ -58,7 +65,7 @@ class OffloadTrainerCallback(TrainerCallback):
         logs, optimizer = given.get("logs"), offloaded([given.get("optimizer")])
         if logs is None or "loss" not in logs or optimizer is None:
             return
-        figures = figures_of(optimizer)
+        figures = figures_of(optimizer, every=self._all_figures)
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)

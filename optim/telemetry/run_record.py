@@ -123,7 +123,7 @@ class RunRecord:
         if self._file is None and self._log is None:
             return
         line = json.dumps(self._record(say(), ended), default=str) + "\n"
-        if self._file is not None and self._new is not None and not ended:  # the run directory goes with the run
+        if self._file is not None and self._new is not None:
             self._file = self._tried(self._file, _exchange, self._new, line)
         if self._log is not None and now - self._logged >= LOG_SHARE * (now - self._began):
             self._logged = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import socket
 import sys
 import termios
@@ -25,6 +26,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from nvme_offload.offload.durable import directory as durable
+from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.foreign import COUNT, EACH, fits, printable
 from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
@@ -42,10 +45,16 @@ PARTS = {
 }
 """An iteration's seconds went to these, with the scalar that has each."""
 STEP_HEAD = ("a step, by kind", "read", "written", "tier plan: read", "written")
-BAR = 20  # characters of a bar
+BAR = 20  # characters of a bar, at least
+BESIDE_BAR = 60  # characters of a line that are no bar: borders, words, a figure, and what stands behind
 WHOLE_LINES = 30  # of a terminal that shows all of a run with every kind on a drive
+MOST_KINDS = 2  # that a shorter one shows beside the history
+HISTORY = 512  # records of a run that are kept for its history
+LEVELS = "▁▂▃▄▅▆▇█"
 _STYLES: dict[State, str] = {"live": "green", "ended": "cyan", "gone": "red", "unknown": "yellow"}
 NOTHING_YET = "a run has begun here and has not ended a step yet"
+PREFIXES = (PREFIX, durable.PREFIX)
+"""Run directories begin with these: of runs that end with their process, and of durable ones."""
 State = Literal["live", "ended", "gone", "unknown"]
 
 _NONE = type(None)
@@ -58,6 +67,7 @@ _SHAPE: Mapping[str, Any] = {
     "limit": (str, _NONE),
     "tiers": {EACH: dict.fromkeys(TIERS, COUNT)},
     "planned": ({EACH: {EACH: float}}, _NONE),
+    "paths": [str],
     "since": (dict.fromkeys(("seconds", "drive_busy_seconds", "bytes_read", "bytes_written"), float), _NONE),
     "scalars": {"steps": COUNT, "achieved_depth": float, EACH: (float, _NONE)},
 }
@@ -65,16 +75,20 @@ _SHAPE: Mapping[str, Any] = {
 _LATEST = 1e11  # in seconds since the epoch; no calendar goes further
 
 
-def view(run: RunOnShow, now: float, *, lines: int | None = None) -> RenderableType:
+def view(run: RunOnShow, now: float, *, lines: int | None = None, width: int = 80) -> RenderableType:
     """Show one run at a moment, in seconds since the epoch.
 
-    `lines`: those of the terminal; with fewer than `WHOLE_LINES` it is not shown where everything is, which stays.
+    `lines` and `width`: those of the terminal. With fewer lines than `WHOLE_LINES` it is not shown where everything is,
+    which stays, nor what was before, where three kinds move.
     """
-    record = run.record
-    parts = [_now(record), _iteration(record["scalars"], record["limit"])]
-    if moved := _step_rows(record):
+    record, room = run.record, max(BAR, width - BESIDE_BAR)
+    parts = [_now(record, run.free_bytes, room), _iteration(record["scalars"], record["limit"], room)]
+    moved, is_whole = _step_rows(record), lines is None or lines >= WHOLE_LINES
+    if len(run.history) > 1 and (is_whole or len(moved) <= MOST_KINDS):
+        parts.append(_history(run.history, room))
+    if moved:
         parts.insert(0, _table(STEP_HEAD, moved))
-    if lines is None or lines >= WHOLE_LINES:
+    if is_whole:
         parts.insert(0, _tiers(record["tiers"]))
     title = "{optimizer}, rank {rank} of {world_size}, pid {pid} on {host}".format(**record)
     return Panel(Group(*parts), title=Text(title), title_align="left", subtitle=_state(run, now), subtitle_align="left")
@@ -121,8 +135,8 @@ def _step_rows(record: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _now(record: Mapping[str, Any]) -> Table:
-    since, table = record["since"], _grid()
+def _now(record: Mapping[str, Any], free_bytes: int | None, room: int) -> Table:
+    since, table = record["since"], _grid(room)
     scalars = record["scalars"]
     if since and since["seconds"] > 0:
         seconds, busy = since["seconds"], since["drive_busy_seconds"]
@@ -131,26 +145,50 @@ def _now(record: Mapping[str, Any]) -> Table:
         rate = moved / busy if busy else 0.0
         table.add_row("read", format_rate(since["bytes_read"] / seconds))
         table.add_row("written", format_rate(since["bytes_written"] / seconds))
-        table.add_row("rate while busy", format_rate(rate), _bar(rate / most if most else 0.0))
+        table.add_row("rate while busy", format_rate(rate), _bar(rate / most if most else 0.0, room))
         if most:
             table.add_row("  the most in this run", format_rate(most))
-        table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds))
+        table.add_row("busy, of the time", f"{busy / seconds:.0%}", _bar(busy / seconds, room))
     depth, most = scalars["achieved_depth"], record["queue_depth"]
-    table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most), record["engine"])
-    table.add_row("written by this run", format_bytes(round(bytes_moved(scalars, "written"))))
+    table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most, room), record["engine"])
+    written, elapsed = bytes_moved(scalars, "written"), record["time"] - record["started"]
+    a_day = f"{format_bytes(round(written / elapsed * SECONDS_PER_DAY))} a day" if elapsed > 0 else ""
+    table.add_row("written by this run", format_bytes(round(written)), a_day)
+    committed, free = scalars.get("committed_step"), "" if free_bytes is None else format_bytes(free_bytes)
+    if committed is not None:
+        table.add_row("committed step, free space", f"{committed:.0f}", free)
+    elif free:
+        table.add_row("free on the drive", free)
     return table
 
 
-def _iteration(scalars: Mapping[str, float | None], limit: str | None) -> RenderableType:
+def _history(history: Sequence[Mapping[str, Any]], room: int) -> Table:
+    """Return two lines, as wide as there is room: bytes a second, and seconds of a step, from the first to the last."""
+    spans = [each["since"] for each in history if each["since"] and each["since"]["seconds"] > 0][-room:]
+    rates = [(since["bytes_read"] + since["bytes_written"]) / since["seconds"] for since in spans]
+    steps = [since["seconds"] / since["steps"] for since in spans if since.get("steps")]
+    table = _grid(room)
+    for words, values, most in (("rate", rates, format_rate), ("seconds of a step", steps, _seconds)):
+        if values:
+            table.add_row(f"{words}, the most", most(max(values)), _line(values))
+    return table
+
+
+def _line(values: Sequence[float]) -> str:
+    highest = max(values) or 1.0
+    return "".join(LEVELS[round((len(LEVELS) - 1) * value / highest)] for value in values)
+
+
+def _iteration(scalars: Mapping[str, float | None], limit: str | None, room: int) -> RenderableType:
     seconds, share = scalars.get("iteration_seconds"), scalars.get("iteration_share_of_ideal")
     if seconds is None or share is None:
         return Text("no iteration yet")
-    table = _grid()
+    table = _grid(room)
     table.add_row("iteration", _seconds(seconds), f"limited by {limit}")
-    table.add_row("share of the ideal", f"{share:.0%}", _bar(share))
+    table.add_row("share of the ideal", f"{share:.0%}", _bar(share, room))
     for words, name in PARTS.items():
         part = scalars.get(name) or 0.0
-        table.add_row(f"  {words}", _seconds(part), _bar(part / seconds if seconds else 0.0))
+        table.add_row(f"  {words}", _seconds(part), _bar(part / seconds if seconds else 0.0, room))
     return table
 
 
@@ -158,18 +196,18 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _grid() -> Table:
+def _grid(room: int) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(width=30)
     table.add_column(justify="right", width=12)
-    table.add_column(width=BAR)
+    table.add_column(width=room)
     table.add_column(width=8)
     return table
 
 
-def _bar(share: float) -> Text:
-    full = round(BAR * min(1.0, max(0.0, share)))
-    return Text.assemble(("█" * full, "green"), ("░" * (BAR - full), "dim"))
+def _bar(share: float, room: int) -> Text:
+    full = round(room * min(1.0, max(0.0, share)))
+    return Text.assemble(("█" * full, "green"), ("░" * (room - full), "dim"))
 
 
 def top(
@@ -202,12 +240,12 @@ def top(
     elif is_live:
         _watch(run, found, interval, console)
     else:
-        console.print(_page(found))
+        console.print(_page(found, console.width))
 
 
-def _page(runs: list[RunOnShow], lines: int | None = None) -> RenderableType:
+def _page(runs: list[RunOnShow], width: int, lines: int | None = None) -> RenderableType:
     now = time.time()
-    shown = [*_together(runs), *(view(run, now, lines=lines) for run in runs)]
+    shown = [*_together(runs), *(view(run, now, lines=lines, width=width) for run in runs)]
     return Group(*shown) if shown else Text(f"{NOTHING_YET}; q ends")
 
 
@@ -235,7 +273,7 @@ def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console)
     """Look again and again, until every run is over or the user types q or Ctrl-C; those that are gone stay as last."""
     with (
         suppress(KeyboardInterrupt),
-        Live(_page(runs, console.height), console=console, auto_refresh=False) as live,
+        Live(_page(runs, console.width, console.height), console=console, auto_refresh=False) as live,
         Keyboard() as keyboard,
     ):
         while not runs or not all(run.is_over for run in runs):
@@ -244,8 +282,8 @@ def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console)
             found = dict[Any, RunOnShow]()
             with suppress(NoRunError, OSError):
                 found = {run.key: run for run in runs_of(path)[0]}
-            runs = [found.pop(run.key, replace(run, is_there=False)) for run in runs] + list(found.values())
-            live.update(_page(runs, console.height), refresh=True)
+            runs = [run.then(found.pop(run.key, None)) for run in runs] + list(found.values())
+            live.update(_page(runs, console.width, console.height), refresh=True)
 
 
 class Keyboard:
@@ -284,6 +322,7 @@ class RunOnShow:
 
     record: dict[str, Any]
     is_there: bool = True  # whether its file still is
+    history: tuple[dict[str, Any], ...] = ()  # records up to that one, as far as they are known
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -301,6 +340,24 @@ class RunOnShow:
             return "unknown"
         return "live" if (PROC / str(self.record["pid"])).exists() else "gone"
 
+    def then(self, now: Self | None) -> Self:
+        """Return how the run is now, with what was seen before; None: its file is gone."""
+        if now is None:
+            return replace(self, is_there=False)
+        before = [*self.history, *now.history]
+        by_time = {each["time"]: each for each in before}
+        return replace(now, history=tuple(by_time[at] for at in sorted(by_time))[-HISTORY:])
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free bytes of the drives that it uses, where it goes on and they are this host's."""
+        if self.state != "live":
+            return None
+        with suppress(OSError, TypeError):
+            free = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in self.record["paths"]}
+            return sum(free.values()) or None
+        return None
+
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
@@ -314,9 +371,10 @@ def runs_of(path: Path) -> tuple[list[RunOnShow], list[str]]:
     """
     if path.is_dir():
         own = path / RECORD_NAME
-        files = [own] if own.exists() else sorted(path.glob(f"{PREFIX}*/{RECORD_NAME}")) or sorted(path.glob("*.jsonl"))
+        below = sorted(file for prefix in PREFIXES for file in path.glob(f"{prefix}*/{RECORD_NAME}"))
+        files = [own] if own.exists() else below or sorted(path.glob("*.jsonl"))
         if not files:
-            has_begun = any(path.glob(PREFIX + "*")) or (path / "lock").exists()
+            has_begun = any(any(path.glob(prefix + "*")) for prefix in PREFIXES) or (path / "lock").exists()
             elsewhere = f"{path} holds no run: name the nvme_path of a run that goes on, or the file of its run_log"
             raise NoRunError(f"{path}: {NOTHING_YET}" if has_begun else elsewhere, has_begun=has_begun)
     elif path.exists():
@@ -327,7 +385,8 @@ def runs_of(path: Path) -> tuple[list[RunOnShow], list[str]]:
     runs, problems = list[RunOnShow](), list[str]()
     for file in files:
         try:
-            runs += [RunOnShow(_checked(file, record)) for record in read_records(file)[-1:]]
+            if records := [_checked(file, record) for record in read_records(file)[-HISTORY:]]:
+                runs.append(RunOnShow(records[-1], history=tuple(records)))
         except FileNotFoundError:
             pass  # it ended at this moment
         except OSError as error:

@@ -74,7 +74,7 @@ def fit(module, folder, steps, *, resume=None, **options):
 @client("Lightning", "figures in its loggers", WITH_A_LINE, "`callbacks=[OffloadLightningCallback()]`")
 def test_the_figures_are_in_the_loggers(tmp_path):
     figures = Figures()
-    logs = {"logger": figures, "log_every_n_steps": 2, "callbacks": [OffloadLightningCallback()]}
+    logs = {"logger": figures, "log_every_n_steps": 2, "callbacks": [OffloadLightningCallback(all_figures=True)]}
     trainer = fit(Module(tmp_path), tmp_path, 4, **logs)
     steps = {step: found["offload/steps"] for step, found in figures.by_step.items() if "offload/steps" in found}
     assert steps == {2: 2.0, 4: 4.0}

@@ -7,8 +7,10 @@ block makes are in `names` when it goes on.
 import itertools
 import json
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -135,9 +137,44 @@ def hugging_face(names, drive):
     yield {}
 
 
+class Metric:
+    """A metric of Prometheus's client, which is not installed here."""
+
+    def __init__(self, name, documentation, labelnames):
+        self.value, self.labelnames = 0.0, set(labelnames)
+
+    def labels(self, **labels):
+        assert labels.keys() == self.labelnames
+        return self
+
+    def set(self, value):
+        self.value = value
+
+    def inc(self, amount):
+        assert amount >= 0, "of a real counter a ValueError"
+        self.value += amount
+
+
+def watching(names, drive):
+    kinds = {name: type(name, (Metric,), {}) for name in ("Counter", "Gauge")}
+    sys.modules["prometheus_client"] = SimpleNamespace(**kinds, start_http_server=lambda port: None)
+    param = torch.nn.Parameter(torch.zeros(8))
+    with OffloadAdamW([param], offload=str(drive)) as optimizer:
+        yield {"optimizer": optimizer}
+        del sys.modules["prometheus_client"]
+        for _ in range(3):
+            param.grad = torch.ones(8)
+            optimizer.step()
+            names["publish"]()
+        found = {name: metric.value for name, metric in names["metrics"].items()}
+    assert found["steps"] == 3
+    assert type(names["metrics"]["steps"]) is kinds["Counter"]
+    assert type(names["metrics"]["state_bytes"]) is kinds["Gauge"]
+
+
 PAGES = {
     "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
-    "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding,
+    "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding, "docs/watching.md": watching,
 }  # fmt: skip
 ELSEWHERE = {
     "docs/hosts.md": "tests/test_hosts.py",

@@ -12,9 +12,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from nvme_offload import OffloadAdamW
+from nvme_offload.optim.telemetry import run_record
 from nvme_offload.perf import cli
 from nvme_offload.perf.top import command
 from nvme_offload.perf.top.command import RunOnShow, runs_of
@@ -112,6 +115,47 @@ def test_a_terminal_of_24_lines_shows_a_run_with_every_kind_on_a_drive(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert "steps in" in lines[-1]
+
+
+def test_a_wide_terminal_has_longer_bars_and_what_was_before(log, capsys):
+    rates = (0.5e9, 1e9, 2e9, 0.0)
+    spans = [SINCE | {"bytes_read": rate, "bytes_written": rate, "steps": 1 + (rate > 1e9)} for rate in rates]
+    records = [RECORD | {"time": RECORD["time"] + at, "since": span} for at, span in enumerate(spans)]
+    log.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    [run], _ = runs_of(log)
+    for width, bar in ((80, 20), (130, 70)):
+        Console(width=width).print(command.view(run, 0.0, width=width))
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) == width
+        assert any("█" * (bar // 2) + "░" * (bar // 2) + " " in line for line in lines), "half of the ideal"
+        words = shown(" ".join(lines))
+        assert "rate, the most 2.00 GB/s ▃▅█▁" in words
+        assert "seconds of a step, the most 2.00 s ██▅█" in words
+        assert "written by this run 22 GiB 518.78 GiB a day" in words
+
+
+def test_what_was_seen_of_a_run_stays_when_its_file_goes(log):
+    [run], _ = runs_of(log)
+    later = RunOnShow(RECORD | {"time": RECORD["time"] + 1}, history=(RECORD | {"time": RECORD["time"] + 1},))
+    assert [each["time"] for each in run.then(later).history] == [RECORD["time"], RECORD["time"] + 1]
+    assert run.then(None).history == run.history
+    assert not run.then(None).is_there
+
+
+def test_a_durable_run_is_shown_with_its_committed_step_and_the_space_that_is_left(tmp_path):
+    section = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    section["zero_optimization"]["offload_optimizer"]["durable"] = "mine"
+    param = torch.nn.Parameter(torch.zeros(256))
+    with pytest.MonkeyPatch.context() as patch, OffloadAdamW([param], offload=section) as optimizer:
+        patch.setattr(run_record, "SECONDS", 0.0)
+        for _ in range(2):
+            param.grad = torch.ones(256)
+            optimizer.step()
+            optimizer.synchronize()
+        text = shown(offload(tmp_path).output)
+        assert "live, noted" in text
+        assert re.search(r"committed step, free space [01] [\d.]+ .?iB", text), text
+    assert "ended 2" in offload(tmp_path).output, "its directory stays, and says that nobody goes on there"
 
 
 def test_a_live_run_and_after_its_end(training, tmp_path):
