@@ -26,7 +26,7 @@ ROOMS_BOTTOM_UP = {
     "config / storage / durable staging / shards swapper / activations weights",
     "optim": "_kernels telemetry / ranks rules / layout / kernels precision / fused / tiers / updates / state / "
     "access / birth durable / step weights / optimizer / checkpoint named_optimizers / zero / adapters",
-    "perf": "measure / bench doctor plan runs / cli init top verify / experiments / benchmarks",
+    "perf": "measure / bench doctor plan runs / cli init top verify / report / experiments / benchmarks",
 }
 FOLDERS_BOTTOM_UP = {
     package: tuple({*level.split()} for level in levels.split("/")) for package, levels in ROOMS_BOTTOM_UP.items()

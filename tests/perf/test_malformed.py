@@ -49,11 +49,12 @@ FILES = {
 }  # fmt: skip
 """They are none of the files that are asked for, whichever is."""
 COMMANDS = {
-    "top": ["top", "--once"], "runs": ["runs"], "plan's bench": ["plan", "--params", "1e9", "--layers", "8", "--bench"],
+    "top": ["top", "--once"], "report": ["report"], "runs": ["runs"],
+    "plan's bench": ["plan", "--params", "1e9", "--layers", "8", "--bench"],
     "plan's section": ["plan", "--params", "1e9", "--layers", "8", "--config"], "plan's model": ["plan", "--model"],
     "init's model": ["init", "--output", "/dev/null/a.json", "--model"], "doctor's section": ["doctor", "--config"],
 }  # fmt: skip
-SUFFIX = {"plan's section": ".json", "doctor's section": ".json", "top": ".jsonl"}
+SUFFIX = {"plan's section": ".json", "doctor's section": ".json", "top": ".jsonl", "report": ".jsonl"}
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from nvme_offload.perf.experiments.peers.worker import MICRO_BATCHES, Order
 from nvme_offload.perf.measure import command_line
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import mount_at, num_cpus
+from nvme_offload.perf.report.command import report
 
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""
@@ -100,9 +101,12 @@ def demo(
         asked["order"] = vars(order)
         with closing(by_turns(runs, order, quads, Path(swap), out)) as measured:
             run_experiment("demo", title, measured, lambda _: conclusion(*runs), path=drive, save_to=out, asked=asked)
-        shutil.move(ON_NVME.weights(Path(swap)), out / "trace.json")
+        trace = ON_NVME.weights(Path(swap))
+        shutil.move(trace, out / "trace.json")
+        shutil.move(f"{trace}.jsonl", out / "run.jsonl")
     for log in (log for log in out.glob("ours*.log") if not log.stat().st_size):
         log.unlink()
+    report(out / "run.jsonl", None)
     typer.echo(f"for ui.perfetto.dev: {out / 'trace.json'}")
     if differences(*runs):
         raise typer.Exit(1)

@@ -191,6 +191,7 @@ def trainer_of(order: Order, model: nn.Module) -> Trainer:
     name, swap, device = order.contender, Path(order.swap), torch.device(order.device)
     if name in OURS:
         made = merged(_section(swap if name == "ours" else None), OURS[name])
+        made |= {"run_log": f"{order.weights}.jsonl"} if order.demo and name == "ours" else {}
         return _in_detail(model, order, made) if order.demo else _ours(model, made)
     if name in DEEPSPEEDS:
         return _deepspeed(model, name, swap, device)

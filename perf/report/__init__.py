@@ -1,0 +1,1 @@
+"""`offload report`: one page of HTML about a run."""
