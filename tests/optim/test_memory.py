@@ -1,9 +1,11 @@
-"""The memory that a training takes; and with little of it left, or few descriptors, its bits or one error in words."""
+"""The memory that a training takes; and with little of it left, or of what else a host limits, its bits or words."""
 
 import gc
 import os
 import re
 import resource
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +15,12 @@ import torch
 from nvme_offload import initialize
 from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
 from nvme_offload.perf.measure.sections import layered_model
+from tests.support import cgroups
+from tests.support.durable_engine import assert_goes_on_to, durable
 from tests.support.file_systems import live, trained
 from tests.support.killed_steps import be_ready_to_fork
+from tests.support.ranks import on_ranks
+from tests.support.resuming import steps_of
 from tests.support.training import returned_in_child
 
 SLACK = 24 << 20
@@ -159,3 +165,109 @@ def test_a_run_with_little_left_has_its_bits_or_says_what_is_missing(name, strid
     wrong = {more: said for more, said in found.items() if said != expected and not re.search(LIMITS[name][2], said)}
     assert not wrong
     assert expected in found.values()
+
+
+def of_device(folder):
+    """The drive below a folder, by its numbers: a partition is limited as the disk that it is on."""
+    number = folder.stat().st_dev
+    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    return ((disk.parent if (disk / "partition").exists() else disk) / "dev").read_text().strip()
+
+
+GROUPS = {
+    "a tenth of a processor": lambda folder: ("cpu", {"cpu.cfs_period_us": 50_000, "cpu.cfs_quota_us": 5_000}),
+    "no further thread": lambda folder: ("pids", {"pids.max": 1}),
+    "three threads": lambda folder: ("pids", {"pids.max": 3}),
+    "a drive of 2 MB a second": lambda folder: (
+        "blkio",
+        {f"blkio.throttle.{way}_bps_device": f"{of_device(folder)} {2 << 20}" for way in ("read", "write")},
+    ),
+    "no page locked": None,
+}
+IN_WORDS = "can't start new thread; raise what limits threads|EngineUnavailable|SwapIOError"
+
+
+def in_group(name, folder):
+    """What came of a run below a limit, and of one in memory."""
+    be_ready_to_fork()
+    expected = live(partial(trained, None, None))
+    if GROUPS[name] is None:
+
+        def unlocked():
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+            return trained(Path(folder), "run")
+
+        return expected, live(unlocked)
+    kind, limits = GROUPS[name](Path(folder))
+    with cgroups.group(kind, limits) as group:
+
+        def limited():
+            cgroups.enter(group)
+            return trained(Path(folder), "run")
+
+        return expected, live(limited)
+
+
+SLOW = ("a tenth of a processor", "a drive of 2 MB a second")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in GROUPS])
+def test_a_run_that_its_host_limits_has_its_bits_or_says_what_is_missing(name, drive):
+    if GROUPS[name] is not None and not cgroups.available(GROUPS[name](drive)[0]):
+        pytest.skip("control groups of version 1, and root, are needed")
+    expected, found = returned_in_child(in_group, name, drive, timeout=600)
+    assert found == expected or (isinstance(found, str) and re.search(IN_WORDS, found)), found
+    assert found == expected or "thread" in name
+
+
+def killed_for_memory(folder):
+    """The digest of a run that the kernel killed for its memory in the midst of a step, and of one that was not."""
+    be_ready_to_fork()
+    expected, _ = live(partial(trained, None, None))
+    with cgroups.group("memory", {}) as group:
+        taken = []
+
+        def eat():
+            """Take memory until the kernel ends it."""
+            taken.append(bytearray(256 * MIB))
+
+        def in_need():
+            cgroups.enter(group)
+            limit = int((group / "memory.usage_in_bytes").read_text()) + 64 * MIB
+            for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+                if (group / name).exists():
+                    (group / name).write_text(str(limit))
+            return trained(Path(folder), "run", 6, lambda: [eat() for _ in range(8)])
+
+        killed = live(in_need)
+    return killed, live(partial(trained, Path(folder), "run")), expected
+
+
+@pytest.mark.skipif(not cgroups.available("memory"), reason="control groups of version 1, and root, are needed")
+def test_a_run_that_the_kernel_kills_for_its_memory_goes_on_from_its_latest_step(drive):
+    killed, (resumed, step), expected = returned_in_child(killed_for_memory, drive, timeout=600)
+    assert killed == "killed"
+    assert resumed == expected
+    assert step in (5, 6)
+
+
+def stop_and_be_woken(seconds):
+    """Stop this process with all its threads, as a suspended host; a child wakes it."""
+    waker = os.fork()
+    if not waker:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(waker, 0)
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_a_rank_that_is_stopped_for_a_while_delays_the_others_and_changes_nothing(rank, world_size, drive, seconds):
+    with durable("bf16", drive, "run", "everything") as engine:
+        assert engine.resume() is None
+        steps_of(engine, rank, range(2))
+        if rank == 1:  # the commit of its latest step is under way
+            stop_and_be_woken(seconds)
+        assert_goes_on_to(engine, "bf16", 2, 5, "everything", rank)
