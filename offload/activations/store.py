@@ -65,11 +65,18 @@ class ReadOrder:
         self._numbers = list(numbers)[::-1]
         self._latest = _ANNOUNCED
 
+    def begin(self) -> None:
+        """Expect what comes from here on backwards again, whatever was announced."""
+        self._latest = -1.0 if self._latest == _ANNOUNCED else self._latest
+
     def follow(self, number: int, known: Iterable[int]) -> None:
-        """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept."""
-        if self._latest == _ANNOUNCED and self._numbers:
+        """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept.
+
+        Nothing is foreseen beyond what is announced: who announces keeps more meanwhile, which would have no room.
+        """
+        if self._latest == _ANNOUNCED:
             return
-        if self._latest == _ANNOUNCED or number > self._latest:  # another backward
+        if number > self._latest:  # another backward
             self._numbers = [other for other in known if other < number]
             self._skipped.clear()
         self._latest = number
@@ -185,6 +192,8 @@ class ActivationStore:
         with self._lock:
             self._tidy()
             self._since = self._stats.num_saved
+            self._device.reads.begin()
+            self._device.order.begin()
 
     def moves_from(self, device: torch.device) -> bool:
         """Whether tensors leave a device: the one that the process uses does, and of host memory what has a drive."""

@@ -53,7 +53,7 @@ class PacedThread(NullThread):
 
     def _start(self, request: Request) -> None:
         size = request.asked_bytes
-        inside = self._address(request.fd) + request.offset
+        inside = self._address(request.fd, request.offset + size) + request.offset
         to, source = (request.address, inside) if request.op is Op.READ else (inside, request.address)
         ctypes.memmove(to, source, size)
         self._num_requests += 1
@@ -72,10 +72,13 @@ class PacedThread(NullThread):
             completed.append(heapq.heappop(self._due)[2])
         return completed
 
-    def _address(self, fd: int) -> int:
+    def _address(self, fd: int, end: int) -> int:
         """Return the bytes of a file: anonymous memory as large as the file, taken when they are first touched."""
-        if fd not in self._memory:
-            self._memory[fd] = mmap.mmap(-1, max(mmap.PAGESIZE, os.fstat(fd).st_size))
+        before = self._memory.get(fd)
+        if before is None or len(before) < end:  # a file may grow
+            self._memory[fd] = mmap.mmap(-1, max(end, os.fstat(fd).st_size))
+            if before is not None:
+                self._memory[fd][: len(before)] = before
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory[fd]))
 
 

@@ -2,12 +2,14 @@
 
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from nvme_offload import OffloadEngine, initialize
+from nvme_offload.offload.config.section import SectionLike
 from nvme_offload.offload.devices.device import is_device, wait_for_all
 
 BACKWARD_SHARE = 2 / 3  # the share of an iteration's computing that backward has; forward has the rest
@@ -29,38 +31,60 @@ class _Wait(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A square matrix, and the time that a layer of a real model would compute."""
+    """A square matrix, and the time that a layer of a real model would compute.
 
-    def __init__(self, width: int) -> None:
+    With a `rank` the matrix is frozen, and a product of two thin ones beside it is trained.
+    """
+
+    def __init__(self, width: int, rank: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Linear(width, width, bias=False)
+        self.weight = nn.Linear(width, width, bias=False).requires_grad_(not rank)
+        thin = (nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)) if rank else ()
+        self.adapter = nn.Sequential(*thin)
         self.seconds = 0.0  # the time of forward and backward together
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [..., width] and a little more, without a product, which takes time; sleeps, in backward too."""
-        backward = self.seconds * BACKWARD_SHARE
-        waited: torch.Tensor = _Wait.apply(hidden, self.seconds - backward, backward)  # type: ignore[no-untyped-call]
-        return hidden + _NARROW * torch.tanh(waited * self.weight.weight.mean(0))
+        change = sleep(hidden, self.seconds) * self.weight.weight.mean(0)
+        if len(self.adapter):
+            change = change + self.adapter(hidden)
+        return hidden + _NARROW * torch.tanh(change)
+
+
+def sleep(hidden: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Return the values after a sleep, so long with that of backward."""
+    backward = seconds * BACKWARD_SHARE
+    slept: torch.Tensor = _Wait.apply(hidden, seconds - backward, backward)  # type: ignore[no-untyped-call]
+    return slept
 
 
 class SleepingModel(nn.Module):
-    """As many parameters as `count` square matrices of this width; one subgroup each."""
+    """As many parameters as `count` square matrices of this width; one subgroup each.
 
-    def __init__(self, width: int, count: int) -> None:
+    With a `vocab` there are an embedding before them and a head behind them; `rank` is of adapters.
+    """
+
+    def __init__(self, width: int, count: int, vocab: int = 0, rank: int = 0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer(width) for _ in range(count))
+        self.embedding = nn.Embedding(vocab, width).requires_grad_(not rank) if vocab else nn.Identity()
+        self.layers = nn.ModuleList(SleepingLayer(width, rank) for _ in range(count))
+        self.head = nn.Linear(width, vocab, bias=False).requires_grad_(not rank) if vocab else nn.Identity()
+        self.vocab, self.head_seconds = vocab, 0.0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, width] after the last layer."""
+        """Hidden states [tokens, width] after the last layer; or the head's [tokens, vocab] of tokens [tokens]."""
+        hidden = self.embedding(hidden)
         for layer in self.layers:
             hidden = layer(hidden)
-        return hidden
+        head: torch.Tensor = self.head(sleep(hidden, self.head_seconds))
+        return head
 
-    def compute_for(self, seconds: float) -> None:
-        """Let forward and backward together take so long."""
+    def compute_for(self, seconds: float, of_head: float = 0.0) -> None:
+        """Let forward and backward together take so long, in the head this share of it."""
+        self.head_seconds = seconds * of_head
         for layer in self.layers:
             assert isinstance(layer, SleepingLayer)
-            layer.seconds = seconds / len(self.layers)
+            layer.seconds = seconds * (1 - of_head) / len(self.layers)
 
 
 class Training(AbstractContextManager["Training"]):
@@ -69,8 +93,15 @@ class Training(AbstractContextManager["Training"]):
     Until all state exists, the order of the gathers is known, and guesses are made, 6 `births` are needed.
     """
 
-    def __init__(self, model: nn.Module, batch: torch.Tensor, section: dict[str, Any], births: int = 6) -> None:
-        self.engine: OffloadEngine = initialize(model, section)
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: torch.Tensor,
+        section: SectionLike,
+        births: int = 6,
+        weights: Path | None = None,
+    ) -> None:
+        self.engine: OffloadEngine = initialize(model, section, weights=weights)
         self._batches = [batch] * self.engine.gradient_accumulation_steps
         self._iterate(births)
 
@@ -89,7 +120,11 @@ class Training(AbstractContextManager["Training"]):
         """Return the bytes that were read and written until now, by kind and way."""
         stats = self.engine.optimizer.stats()
         names = [f"{kind}bytes_{way}" for kind in ("", "param_", "grad_") for way in ("read", "written")]
-        return {name: getattr(stats, name) for name in names}
+        moved = {name: getattr(stats, name) for name in names}
+        if self.engine.activations is not None:
+            kept = self.engine.activations.stats()
+            moved |= {"kept_bytes_read": kept.read_bytes, "kept_bytes_written": kept.written_bytes}
+        return moved
 
     def _iterate(self, count: int) -> list[float]:
         """Return the moments at which `count` iterations had ended; a device has computed all of the last one."""

@@ -117,6 +117,9 @@ class Chooser:
         fits moves more and is no faster. For each residency, activations move no further than they have to.
         """
         for point in tracked("trying sections", self.points):
+            in_memory = [one.point.keep for one in fitting if not one.point.residency]
+            if point.residency == 1 and point.keep in in_memory:
+                continue  # what may leave memory would stay there
             alike = [one.point for one in fitting if (one.point.order, one.point.keep) == (point.order, point.keep)]
             if len(alike) < 2 and all(one.residency != point.residency for one in alike):
                 yield point
@@ -218,6 +221,11 @@ class Point:
     def tried(self, chooser: Chooser, shape: ModelShape) -> ChosenSection | None:
         """Return what the section comes to; None: what is left for a budget is less than the staging buffers."""
         section, job = self.section, chooser.job(self.config, shape)
+        if (kept := self.config.activations).device == "nvme":
+            # What is taken, what is read ahead, and gradients of it stay: see `KeptActivations`.
+            room = -(-4 * job.boundaries_bytes // MiB)
+            section = section | {"activations": {**section["activations"], "host_budget": f"{room}MiB"}}
+            job = job.with_keys(activations=kept.model_copy(update={"host_budget": room * MiB}))
         if self.fills_memory:
             if (left := _left(job, chooser.machine) // MiB) * MiB < LEAST_BUDGET:
                 return None
@@ -271,4 +279,6 @@ def _moved(prediction: Prediction) -> float:
 def _left(job: Job, machine: Machine) -> int:
     """Bytes of host memory for one rank beside all that no budget covers."""
     held = [unit for unit in residents(job, account_of_job(job, machine)) if unit.tiers == ("host",)]
-    return machine.host_memory // machine.ranks_per_node - sum(unit.size_bytes for unit in held)
+    kept = job.config.activations.host_budget if job.config.activations.device == "nvme" else 0
+    assert isinstance(kept, int)
+    return machine.host_memory // machine.ranks_per_node - sum(unit.size_bytes for unit in held) - kept

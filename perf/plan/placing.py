@@ -80,7 +80,7 @@ class Job:
         if not self.computes_again:
             return self.shape.num_layers * self.layer_bytes
         tensors, tied = self.shape.num_layers, 0
-        if self.config.rounds < self.micro_batches:
+        if self.waits_block_by_block:
             # Block by block what enters each layer waits for backward, of every micro-batch, and a gradient of it. So
             # does the gradient of a head that shares its weight, for what the embedding adds to it.
             tensors = (tensors + 1) * self.micro_batches
@@ -88,9 +88,18 @@ class Job:
             tied = 0 if self.shape.adapters else self.shape.tied_numel * self.micro_batches * gathered.itemsize
         elif self.keeps_attention:
             tensors *= 2
-        # What goes from layer to layer is fp32 with autocast, whose sums are.
-        itemsize = DTYPES["fp32" if self.config.autocast_dtype else self.config.compute_dtype].itemsize
-        return tensors * self.tokens * self.shape.hidden_size * itemsize + tied
+        return tensors * self.tokens * self.shape.hidden_size * self._hidden_itemsize + tied
+
+    @property
+    def _hidden_itemsize(self) -> int:
+        """Bytes of an element of what goes from layer to layer: fp32 with autocast, whose sums are."""
+        return DTYPES["fp32" if self.config.autocast_dtype else self.config.compute_dtype].itemsize
+
+    @property
+    def boundaries_bytes(self) -> int:
+        """Bytes of what enters a layer in all micro-batches that are kept at once."""
+        waiting = self.micro_batches if self.waits_block_by_block else 1
+        return waiting * self.tokens * self.shape.hidden_size * self._hidden_itemsize
 
     @property
     def base_in_place(self) -> bool:
@@ -100,8 +109,13 @@ class Job:
     @property
     def keeps_attention(self) -> bool:
         """Whether results of attention are kept where the rest of a layer is computed again."""
-        section, in_turn = self.config.activations, self.config.rounds == self.micro_batches
-        return in_turn and section.device != "none" and section.keep == "attention"
+        section = self.config.activations
+        return not self.waits_block_by_block and section.device != "none" and section.keep == "attention"
+
+    @property
+    def waits_block_by_block(self) -> bool:
+        """Whether several micro-batches wait for one another at each layer."""
+        return self.config.rounds < self.micro_batches
 
     @property
     def micro_batches(self) -> int:

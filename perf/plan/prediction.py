@@ -38,6 +38,8 @@ class KeptActivations:
     device: int
     host: int
     nvme: int
+    passing: int = 0
+    """Bytes that go to NVMe for a while, block by block: gradients of what enters layers."""
 
     @classmethod
     def of(cls, placed: PlacedJob) -> Self:
@@ -54,7 +56,14 @@ class KeptActivations:
         else:
             budget = section.host_budget
         rest = max(0, kept - budget)
-        return cls(0, kept - rest, rest) if section.device == "nvme" else cls(rest, kept - rest, 0)
+        if section.device == "cpu":
+            return cls(rest, kept - rest, 0)
+        job, layer, passing = placed.job, placed.job.boundaries_bytes, 0
+        if rest and job.waits_block_by_block:
+            # Gradients of what enters a layer stay where there is room beside what is taken and what is read. Those of
+            # the first two layers that backward comes to have what comes next leave in their place.
+            passing = layer + job.shape.num_layers * min(layer, max(0, 3 * layer - budget))
+        return cls(0, kept - rest, rest, passing)
 
     def units(self) -> Iterator[Unit]:
         """Return what there is on each tier at the end of a forward."""
@@ -63,7 +72,7 @@ class KeptActivations:
 
     def traffic(self, rounds: int) -> StepTraffic:
         """Bytes that a step moves which goes so often through all blocks: what has no room, out and back."""
-        moved = self.nvme * rounds
+        moved = self.nvme * rounds + self.passing
         return StepTraffic({"forward": Traffic(0, moved), "backward": Traffic(moved, 0)})
 
 

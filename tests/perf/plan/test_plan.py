@@ -27,6 +27,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import GiB, MiB, parse_bytes
 from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
+from nvme_offload.perf.experiments.training import SleepingModel, Training
 from nvme_offload.perf.plan import catalog, command
 from nvme_offload.perf.plan.choosing import Chooser
 from nvme_offload.perf.plan.lora import Lora
@@ -737,6 +738,25 @@ def test_activations_on_the_drive_are_counted(keep, budget, sizes):
     assert moved.time.seconds >= plain.time.seconds
     # Copies to staging buffers and back take the processors that compute.
     assert moved.time.work.compute - plain.time.work.compute == pytest.approx(4 * beyond / machine.copy_rate)
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+def test_bytes_of_activations_block_by_block_are_predicted(blocks, tmp_path, alone):
+    """Gradients of what enters a block stay in memory where there is room, and nothing is read that takes it."""
+    layers, width, tokens = 16, 64, 64
+    entering = 2 * 2 * width * tokens  # a block in two micro-batches
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "host_budget": blocks * entering, "min_bytes": 0}
+    config = section(tmp_path, grads=2, accumulation=2, micro_batch_order="vertical", activations=place)
+    shape = ModelShape.of_numbers(layers * width**2, layers, width)
+    job = Job(shape=shape, config=OffloadConfig.of(config), tokens=tokens, checkpointing=False)
+    planned = predict(job, MACHINE).traffic["kept activations"].total
+    with Training(SleepingModel(width, layers), torch.randn(tokens, width), config, births=2) as training:
+        before = training.moved()
+        training.seconds(2)
+        after = training.moved()
+    for way, expected in ("read", planned.read), ("written", planned.written):
+        name = f"kept_bytes_{way}"
+        assert (after[name] - before[name]) / 3 == pytest.approx(expected, abs=3 * entering)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
