@@ -3,7 +3,8 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from nvme_offload.offload._torch_private import (
 )
 from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
 from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
+from nvme_offload.offload.activations.counting import CountingStore
 from nvme_offload.offload.activations.kept import ActivationStats, Handle, InPlace, KeptTensor
 from nvme_offload.offload.activations.store import ActivationStore
 from nvme_offload.offload.config.section import (
@@ -156,6 +158,9 @@ def _is_kept(op: Any, args: Any, kwargs: Any) -> bool:
 
 logger = logging.getLogger(__name__)
 
+Choose = Callable[[int, int], OffloadConfig]
+"""It gets the bytes that a block saves and those of what it was given, and returns the section to go on with."""
+
 _BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 8, 8 * MiB, 128 * KiB
 
 
@@ -179,9 +184,12 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
             ``activations.keep`` is ``all``. Compile and shard it before you make the swapper.
         blocks: blocks of the model to checkpoint; by default its repeated layers.
         faults: failures to inject, for tests.
+        choose: for a section that leaves ``activations.device`` open. All stays where it is until the first block has
+            been computed with a graph. Then this is called once, with the bytes that the block saves and with those of
+            what it was given; it returns the section to go on with. ``none`` ends the swapper.
 
     Raises:
-        ConfigError: the configuration is wrong, or ``activations.device`` is ``none``.
+        ConfigError: the configuration is wrong, or ``activations.device`` is ``none`` without `choose`.
         ValueError: blocks are wanted, and the model has none, or is compiled as a whole.
         SwapIOError, EngineUnavailable: see `TensorSwapper`.
     """
@@ -194,10 +202,11 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         model: nn.Module,
         blocks: Iterable[nn.Module] | None = None,
         faults: FaultSpec | None = None,
+        choose: Choose | None = None,
     ) -> None:
         config = OffloadConfig.of(config)
         self.config = config.activations
-        if self.config.device == "none":
+        if self.config.device == "none" and choose is None:
             raise ConfigError(['activations.device = "none": an ActivationSwapper needs "cpu" or "nvme"'])
         self._model = model
         self._memory = ModelMemory(model)
@@ -207,11 +216,14 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         check_blocks(model, found, self.config)
         if self.config.keep == "all":
             found = []
-        self._store = _store_of(config, faults)
+        self._store: ActivationStore | CountingStore = CountingStore() if choose else _store_of(config, faults)
         keeps: dict[str, Callable[[], Any]] = {}
         if self.config.keep == "attention":
             keeps["contexts"] = lambda: AttentionResults(self.keep).contexts()
         self._undo: Callable[[], object] = checkpoint_calls(found, self._is_outermost, **keeps)
+        self._end_look: Callable[[], object] = lambda: None
+        if choose is not None and isinstance(self._store, CountingStore):
+            self._end_look = replace_calls(found[:1], partial(self._look, self._store, choose))
 
     @property
     def tier(self) -> NvmeTier | None:
@@ -246,6 +258,26 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         with self.saving():
             return inner(*args, **kwargs)
 
+    def _look(self, counted: CountingStore, choose: Choose, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute the first block, and have it chosen how the forward goes on."""
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        before = counted.size_bytes
+        with self.saving() if top_saved_tensor_hooks() is None else nullcontext():  # or in somebody's checkpoint
+            output = inner(*args, **kwargs)
+        saved, given = counted.size_bytes - before, CountingStore()
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                given.keep(leaf)
+        config = choose(saved, given.size_bytes)
+        self._end_look()
+        self.config = config.activations
+        if self.config.device == "none":
+            self.close()
+        else:
+            self._store = _store_of(config, None)
+        return output
+
     @not_compiled  # code that is compiled calls hooks, which would be compiled, too
     def keep(self, tensor: torch.Tensor) -> Handle:
         """Keep a tensor until its handle dies. The caller lets go of it; ``handle.take()`` gives it back.
@@ -278,6 +310,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
 
         A graph that has tensors on the drive cannot be used any more.
         """
+        self._end_look()
         self._undo()
         self._store.close()
 
@@ -287,7 +320,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
     def _is_outermost(self) -> bool:
         """Whether a block that is called now saves here, and not in somebody's checkpoint around it."""
         hooks = top_saved_tensor_hooks()
-        return hooks is not None and hooks[0] is self._pack
+        return self.config.device != "none" and hooks is not None and hooks[0] is self._pack
 
 
 @not_compiled

@@ -257,8 +257,9 @@ class OffloadConfig(Section):
     offload: Literal["auto"] | None = key(None, '"auto", or leave it out')
     """`auto`: what leaves memory is chosen before anything is placed, and told. `host_budget` is `auto` where nothing
     else is written, and so is `rewrite_every` of a `durable` run. `initialize` puts parameters and gradients on NVMe,
-    too, where they do not fit into memory; all ranks choose alike. A durable run goes on with what it began with. Needs
-    `offload_optimizer.device: nvme`, whose `nvme_path` takes all of it. The bits are the same. See `docs/tiers.md`."""
+    too, where they do not fit into memory, and in the first forward what is kept for backward; all ranks choose alike.
+    A durable run goes on with what it began with. Needs `offload_optimizer.device: nvme`, whose `nvme_path` takes all
+    of it. The bits are the same. See `docs/tiers.md`."""
     host_budget: ByteBudget | None = key(None, '"auto", or 4 KiB or more, as "8GiB"', "", "bytes")
     """Host memory that one rank may use for staging buffers and for what stays in it of a kind whose tier is NVMe
     (optimizer state, blocks of parameters, blocks of gradients), 4 KiB or more; the rest goes to NVMe. `auto` is this

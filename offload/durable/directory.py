@@ -122,7 +122,8 @@ class DurableDirectory:
         """
         there = read_about(self.path)
         kept = there if there is not None and there["uuid"] == about["uuid"] else about
-        said = {"format": FORMAT, **kept, "hosts": about["hosts"]}
+        latest = {name: about[name] for name in ("hosts", "keeping") if name in about}
+        said = {"format": FORMAT, **kept, **latest}
         if said != there:
             replace_in(self.path, ABOUT_NAME, json.dumps(said, indent=1).encode())
 

@@ -84,8 +84,11 @@ class DurableRun:
         return cls(paths, name=name, rank=_rank(), direct=aio.direct, weights=weights, **more)
 
     @staticmethod
-    def places(config: OffloadConfig) -> Places | None:
-        """Return the places with which the run that a section names began, without opening it; None: nobody knows."""
+    def said(config: OffloadConfig) -> Mapping[str, Any]:
+        """Return what the run that a section names says of itself, without opening it; nothing where nobody knows.
+
+        ``places`` is where it began with parameters and gradients, ``keeping`` what `note_keeping` was given.
+        """
         section = config.zero_optimization.offload_optimizer
         for path in config.nvme_paths if section.run_name else ():
             try:
@@ -95,8 +98,8 @@ class DurableRun:
                     raise
                 continue  # the drive may be lost: who opens it says so
             if about is not None:
-                return about.get("places")
-        return None
+                return about
+        return {}
 
     def __init__(
         self,
@@ -173,6 +176,12 @@ class DurableRun:
         self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
         self.uuid, self._identity = uuid, (identities.digest(identity), identities.canonical(identity))
         self._files.each_folder(self._say_identity)
+
+    def note_keeping(self, keeping: Mapping[str, object]) -> None:
+        """Say beside the places what the run keeps for backward, as JSON, for whoever resumes it."""
+        self._about["keeping"] = keeping
+        if "uuid" in self._about:  # else `identify` says it
+            self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
 
     def _say_identity(self, folder: Path) -> None:
         digest, content = self._identity

@@ -100,6 +100,11 @@ def auto_host_budget() -> int:
     return auto_budget(available_bytes(), ranks_on_host())
 
 
+def share_of_available() -> int:
+    """Return the host memory that one rank may have: its share of what is available now."""
+    return available_bytes() // ranks_on_host()
+
+
 def auto_budget(available: int, num_ranks: int) -> int:
     """Return the share of one of `num_ranks` ranks on a host with `available` bytes, less the reserve."""
     reserve = max(AUTO_RESERVE_BYTES, int(AUTO_RESERVE_SHARE * available))

@@ -2,16 +2,18 @@
 
 Nothing is measured for it. Each candidate moves what the one before it moves, and more. A later one can be faster than
 an earlier one that fits where the drive limits and stands still in backward, by what it writes of gradients there: the
-plan compares them where rates are known.
+plan compares them where rates are known. What a forward saves is known when a first block has been computed: `Keeping`
+is chosen then.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.durable.run import DurableRun, places_in
 from nvme_offload.offload.progress import say
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
-from nvme_offload.offload.units import format_bytes
+from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.offload.warn import speaks_for_all
 from nvme_offload.optim.tiers.units import STAGING
 
@@ -76,6 +78,78 @@ def chosen_before(config: OffloadConfig) -> int | None:
     Raises:
         ResumeError: what the run says of itself is damaged, or of a newer version.
     """
-    places = DurableRun.places(config)
+    places = DurableRun.said(config).get("places")
     fitting = (number for number, each in enumerate(CANDIDATES) if places_in(each.applied(config)) == places)
     return next(fitting, None)
+
+
+class SavedSizes(NamedTuple):
+    """One rank has seen these bytes when the first block of its first forward was computed."""
+
+    room: int  # that a forward may save, where it computes
+    inside: int  # that a block saves
+    boundary: int  # that enters a block
+    moving: int  # of parameters and gradients, that go to NVMe and come back in each pass through all blocks
+
+
+class Keeping(NamedTuple):
+    """A run keeps this for backward, and has this order of micro-batches where they might go block by block."""
+
+    boundaries: bool
+    """Whether inputs of blocks are kept, on NVMe as far as memory is short; else all stays as the model has it."""
+    order: Literal["auto", "horizontal"] = "auto"
+
+    @classmethod
+    def of(cls, found: Sequence[SavedSizes], blocks: int, waiting: int) -> Self:
+        """Choose for all ranks by the worst of each number.
+
+        Args:
+            found: of each rank.
+            blocks: how many there are.
+            waiting: micro-batches that wait for one another at each block; 1: they come one after the other.
+        """
+        room, inside = min(one.room for one in found), max(one.inside for one in found)
+        boundary, moving = max(one.boundary for one in found), max(one.moving for one in found)
+        inside = max(inside, boundary)
+        fits, waits = inside * blocks <= room, boundary * (blocks + 1) * waiting  # and gradients of one more
+        one_by_one = 0 if fits else max(0, boundary * blocks - room)
+        if waiting > 1 and waiting * (moving + 2 * one_by_one) < moving + 2 * max(0, waits - room):
+            return cls(not fits, "horizontal")
+        return cls(not fits or (waiting > 1 and waits > room))
+
+    @classmethod
+    def begun(cls, config: OffloadConfig) -> Self | None:
+        """Return what the durable run of a section began with; None where nobody has chosen yet."""
+        said = DurableRun.said(config).get("keeping")
+        return cls(bool(said.get("boundaries")), said.get("order", "auto")) if isinstance(said, Mapping) else None
+
+    @staticmethod
+    def is_open(config: OffloadConfig) -> bool:
+        """Whether a section with ``"offload": "auto"`` leaves open what is kept."""
+        return not {"device", "keep"} & config.activations.model_fields_set
+
+    def applied(self, config: OffloadConfig, room: int) -> OffloadConfig:
+        """Return the section with what this chooses; tensors that are kept may have so many bytes of host memory."""
+        kept, update = config.activations, dict[str, Any]()
+        if self.order != "auto":
+            update["micro_batch_order"] = self.order
+        if self.boundaries:
+            budget = (
+                max(_LEAST_KEPT, room) // _LEAST_KEPT * _LEAST_KEPT if kept.host_budget == "auto" else kept.host_budget
+            )
+            place = {"device": "nvme", "nvme_path": config.nvme_paths, "host_budget": budget}
+            update["activations"] = kept.model_copy(update=place)
+        return config.model_copy(update=update)
+
+    def tell(self, found: SavedSizes, blocks: int) -> None:
+        """Say in a line on standard error what leaves memory, if anything does, or goes in another order."""
+        if speaks_for_all() and (self.boundaries or self.order != "auto"):
+            what = (
+                "inputs of blocks are kept, on NVMe as far as memory is short" if self.boundaries else "all of it stays"
+            )
+            order = ", and micro-batches go one after the other" if self.order != "auto" else ""
+            sizes = f"{format_bytes(found.inside * blocks)} for backward, and memory has {format_bytes(found.room)}"
+            say(f"nvme-offload: a forward saves {sizes}: {what}{order}")
+
+
+_LEAST_KEPT = 4 * KiB

@@ -12,7 +12,7 @@ from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of, free_bytes, is_device
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
-from nvme_offload.offload.host.available_memory import auto_budget, auto_host_budget
+from nvme_offload.offload.host.available_memory import auto_budget, auto_host_budget, share_of_available
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.units import round_up
 from nvme_offload.offload.warn import warn_user
@@ -24,6 +24,7 @@ from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
 from nvme_offload.optim.state.choice import CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET, StatePlacement
 from nvme_offload.optim.tiers.parts import FROZEN, ROOT
+from nvme_offload.optim.zero.keeping import Room
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,15 @@ class BlockChecks:
         """Return the number of the first of `CANDIDATES` that fits into this rank's memory, else that of the last."""
         numbered = enumerate(each.applied(config) for each in CANDIDATES[:-1])
         return next((number for number, section in numbered if self._has_room(section)), len(CANDIDATES) - 1)
+
+    def room(self, config: OffloadConfig) -> Room:
+        """Return what this rank will have left beside all that training takes but the state: before there is any."""
+        account, on_meta = self._account(config), is_on_meta(self.model)
+        host = share_of_available() - account.to_come(on_meta=on_meta)
+        if not account.on_device:
+            return Room(host, host)
+        free = auto_budget(free_bytes(current_of(self.mesh.device_type)), 1)
+        return Room(free - account.to_come("device", on_meta=on_meta), host)
 
     def _has_room(self, config: OffloadConfig) -> bool:
         account = self._account(config)

@@ -43,6 +43,7 @@ from nvme_offload.optim.weights.patches import patch_of, version_of
 from nvme_offload.optim.weights.whole import weights_of
 from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
 from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
+from nvme_offload.optim.zero.keeping import KeepingChoice
 from nvme_offload.optim.zero.meshes import MeshRoles
 from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
 from nvme_offload.optim.zero.outputs import instead_of
@@ -104,6 +105,7 @@ class OffloadEngine:
         precision_plan: PrecisionPlan,
         units: Sequence[nn.Module] = (),
         activations: ActivationSwapper | None = None,
+        keeping: KeepingChoice | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -113,7 +115,7 @@ class OffloadEngine:
         self.precision_plan = precision_plan
         """Which dtype every parameter and buffer has, for what. Prints as a table."""
         self.activations = activations
-        """Keeps what forwards save, where the section says so; else None."""
+        """Keeps what forwards save, where the section says so, or leaves it open until the first forward; else None."""
         self.global_steps = 0
         """Accumulation boundaries passed: steps taken and steps skipped."""
         self._roles = roles = MeshRoles.of(mesh)
@@ -125,7 +127,9 @@ class OffloadEngine:
         )
         self._peers = Peers(mesh.mesh.flatten().tolist())
         self._passes = Passes(module, optimizer, mesh, self._peers)
-        self._micro_batches = MicroBatches(config, module, units, mesh, self._accumulation, self._passes, activations)
+        self._micro_batches = MicroBatches(
+            config, module, units, mesh, self._accumulation, self._passes, activations, keeping
+        )
         self._update = Update(optimizer, self._peers)
         scaler = LossScaler.of(config.fp16) if precision_plan.loss_scaling else None
         self._part = EnginePart(module, scaler, optimizer.store.blocks.bases)
@@ -141,6 +145,14 @@ class OffloadEngine:
         if self.is_pipelined:  # whose schedule scales gradients that have been reduced
             optimizer.expect_step(False)
         self._set_sync()
+        if keeping is not None:
+            keeping.tell(self._go_on_with)
+
+    def _go_on_with(self, config: OffloadConfig) -> None:
+        """Take what was chosen in the first forward."""
+        self.config = config
+        if config.activations.device == "none":
+            self.activations = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, under autocast where the section says so.

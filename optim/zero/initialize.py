@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nvme_offload.offload._fsdp_passes import Freezing, begin_at
-from nvme_offload.offload._torch_private import has_accumulation_hooks, local_tensor
+from nvme_offload.offload._torch_private import has_accumulation_hooks, is_compiled, local_tensor
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper, check_blocks
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.honoured import part_for_optimizer
@@ -40,10 +40,11 @@ from nvme_offload.optim.precision.plan import PrecisionPlan
 from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.choice import CANDIDATES, Candidate, chosen_before
+from nvme_offload.optim.state.choice import CANDIDATES, Candidate, Keeping, chosen_before
 from nvme_offload.optim.zero import meshes
 from nvme_offload.optim.zero.block_checks import BlockChecks
 from nvme_offload.optim.zero.engine import OffloadEngine
+from nvme_offload.optim.zero.keeping import KeepingChoice, Room
 from nvme_offload.optim.zero.param_groups import groups_of, log_groups
 from nvme_offload.optim.zero.schedulers import scheduler_of
 from nvme_offload.optim.zero.sharding import shard_with_precision
@@ -151,6 +152,10 @@ class _Making:
         given = section.optimizer if optimizer is None else OptimizerConfig()
         self.groups = groups_of(model, given, self.rule, param_groups)
         self.chosen: Candidate | None = None
+        self.room: Room | None = None
+        """Room for what forwards save, where the section leaves open what is kept of it."""
+        self.keeping: Keeping | None = None
+        """A durable run began with this of it."""
 
     def choose_and_plan(self, roles: meshes.MeshRoles, groups: Sequence[ProcessGroup]) -> PrecisionPlan:
         """Choose what leaves memory, then look whether all of it goes together, on all ranks alike."""
@@ -163,14 +168,22 @@ class _Making:
         if self.config.offload is None:
             return
         offers = gather(on_every_rank(partial(self._offer, roles, stages), *groups), *groups).values()
-        begun = [number for number, _ in offers if number is not None]
-        self.chosen = CANDIDATES[max(begun or [number for _, number in offers])]
-        self.config = self.chosen.applied(self.config)
+        begun = [number for number, _, _ in offers if number is not None]
+        self.chosen = CANDIDATES[max(begun or [number for _, number, _ in offers])]
+        config, self.config = self.config, self.chosen.applied(self.config)
+        if self.layers and not is_compiled(self.model) and roles.pipeline is None and Keeping.is_open(config):
+            self.room = self._checks(roles, stages).room(self.config)
+            self.keeping = next((keeping for _, _, keeping in offers if keeping is not None), None)
 
-    def _offer(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None) -> tuple[int | None, int]:
-        """Return with which of `CANDIDATES` this rank's durable run began, if any, and the first that fits here."""
-        self.config = self.config.completed_for(roles.num_data_parallel_ranks)
-        return chosen_before(self.config), self._checks(roles, stages).first_that_fits(self.config)
+    def _offer(
+        self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None
+    ) -> tuple[int | None, int, Keeping | None]:
+        """Return the `CANDIDATES` with which this rank's durable run began, if any, and that fits here first.
+
+        The last is its `Keeping`.
+        """
+        config = self.config = self.config.completed_for(roles.num_data_parallel_ranks)
+        return chosen_before(config), self._checks(roles, stages).first_that_fits(config), Keeping.begun(config)
 
     def _plan(self, roles: meshes.MeshRoles, stages: set[torch.dtype] | None) -> PrecisionPlan:
         if is_device(self.device_type):  # after the mesh, with which a rank gets its device
@@ -197,8 +210,10 @@ class _Making:
         with ExitStack() as undo:
             made = on_every_rank(partial(self.shard, roles, plan, undo), *groups)
             scheduler = on_every_rank(partial(self.fill, roles, made, lr_scheduler), *groups)
-            activations = on_every_rank(partial(self.keep_activations, made, undo), *groups)
-            engine = OffloadEngine(self.model, made, scheduler, self.config, mesh, plan, self.blocks, activations)
+            keeping = self.choose_late(made, groups)
+            activations = on_every_rank(partial(self.keep_activations, made, keeping, undo), *groups)
+            parts = self.config, mesh, plan, self.blocks, activations, keeping
+            engine = OffloadEngine(self.model, made, scheduler, *parts)
             undo.pop_all()
         return engine
 
@@ -238,14 +253,34 @@ class _Making:
         self.config = self.config.model_copy(update={"scheduler": None})  # nobody follows it
         return _checked(lr_scheduler(made))
 
-    def keep_activations(self, made: OffloadOptimizer, undo: ExitStack) -> ActivationSwapper | None:
-        """Have forwards of the model keep what they save where the section says; `undo` closes it."""
-        if self.config.activations.device == "none":
+    def choose_late(self, made: OffloadOptimizer, groups: Sequence[ProcessGroup]) -> KeepingChoice | None:
+        """Take what the durable run began with; else return what chooses in the first forward, if that is open."""
+        if self.room is None:
             return None
-        activations = ActivationSwapper(self.config, model=self.model, blocks=self.layers)
+        plan = made.tier_plan
+        host = int(_SAVED_SHARE * max(0, self.room.host - plan.bytes_on("host")))
+        computing = max(0, self.room.computing - plan.bytes_on("device")) if is_device(self.device_type) else host
+        if self.keeping is not None:
+            self.config = self.keeping.applied(self.config, host)
+            return None
+        return KeepingChoice(self.config, made, Room(computing, host), len(self.layers), groups)
+
+    def keep_activations(
+        self, made: OffloadOptimizer, keeping: KeepingChoice | None, undo: ExitStack
+    ) -> ActivationSwapper | None:
+        """Have forwards of the model keep what they save where the section says; `undo` closes it."""
+        if self.config.activations.device == "none" and keeping is None:
+            return None
+        choose = keeping.choose if keeping is not None else None
+        activations = ActivationSwapper(self.config, model=self.model, blocks=self.layers, choose=choose)
         undo.callback(activations.close)
         made.count_activations(activations)
         return activations.attach()
+
+
+_SAVED_SHARE = 0.5
+"""Share of the memory that is left beside all that training takes which a forward may save: the other half is for data
+loaders, the page cache, and what a loss takes."""
 
 
 def _check_batch_norms(model: nn.Module, plan: PrecisionPlan) -> None:

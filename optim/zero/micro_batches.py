@@ -19,6 +19,7 @@ from nvme_offload.optim.ranks.collective import gather
 from nvme_offload.optim.zero.accumulation import Accumulation
 from nvme_offload.optim.zero.block_by_block import BlockByBlock
 from nvme_offload.optim.zero.block_call import Keeper, KeptInMemory, random_states, set_random_states
+from nvme_offload.optim.zero.keeping import KeepingChoice
 from nvme_offload.optim.zero.passes import Passes
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class MicroBatches:
         accumulation: Accumulation,
         passes: Passes,
         keeper: Keeper | None = None,
+        keeping: KeepingChoice | None = None,
     ) -> None:
         # An embedding or a head by itself is code between blocks: nobody wants the logits of all micro-batches at once.
         layers = [unit for unit in units if not isinstance(unit, nn.Embedding | nn.Linear)] or list(units)
@@ -61,6 +63,7 @@ class MicroBatches:
         self._accumulation = accumulation
         self._passes = passes
         self._keeper = keeper or KeptInMemory()
+        self._keeping = keeping
         self._begins_for_good = config.overlap.forbids_clipping
         self._blocks: BlockByBlock | None = None
 
@@ -85,6 +88,8 @@ class MicroBatches:
             reason = str(error)
         self.is_vertical, self._blocks = False, None
         set_random_states(device, states)
+        if self._keeping is not None and self._keeping.goes_one_by_one:
+            return None
         warn_user(
             f"micro-batches go one after the other, and every block is gathered for each of them: {reason}. Write "
             'micro_batch_order = "horizontal" if that is meant'
@@ -96,6 +101,8 @@ class MicroBatches:
             if self._blocks is None:
                 self._blocks = BlockByBlock(self._root, self._layers, device, self._keeper)
                 logger.info("micro-batches go block by block, through %d blocks", len(self._layers))
+            if self._keeping is not None:
+                self._keeping.begin(len(step.micro_batches))
             blocks = self._blocks
             has_looked = blocks.has_looked  # no update begins before it is known that nothing is to be done again
             try:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, TensorSwapper, initialize
+from nvme_offload.optim.state.choice import Keeping, SavedSizes
 from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
 
@@ -31,10 +32,11 @@ def leave(monkeypatch, size_bytes):
     monkeypatch.setattr("nvme_offload.offload.host.available_memory.available_bytes", lambda: 2 * GiB + size_bytes)
 
 
-def train(engine, steps=1):
+def train(engine, steps=1, rows=4):
     for step in range(steps):
-        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
-        engine.backward(engine(batch).float().square().mean())
+        shape = engine.gradient_accumulation_steps, rows, WIDTH
+        batches = torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
         engine.step()
     return full_state(engine.module, engine.optimizer)
 
@@ -77,6 +79,77 @@ def test_what_memory_has_decides_and_the_bits_do_not_depend_on_it(name, expected
         assert_same(train(engine), expected)
 
 
+ROWS = 64  # whose hidden states are 128 KiB, and 1 MiB in all blocks
+
+
+def kept(engine):
+    """Return what is kept of a forward and where, and whether anything has left memory."""
+    section, moved = engine.config.activations, engine.activations and engine.activations.stats().written_bytes
+    return section.device, section.keep, bool(moved)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("left", "more", "expected", "words"), [
+    (MiB, {}, ("none", "boundaries", False), []),
+    (-2 * GiB, {}, ("nvme", "boundaries", True), ["a forward saves 1 MiB for backward, and memory has 0 B"]),
+    (-2 * GiB, {"gradient_accumulation_steps": 2}, ("nvme", "boundaries", True), ["inputs of blocks are kept"]),
+    (-2 * GiB, {"activations": {"device": "none"}}, ("none", "boundaries", False), []),
+], ids=["it fits", "one by one", "block by block", "nothing is left open"])  # fmt: skip
+def test_what_a_first_forward_saves_decides_what_is_kept(left, more, expected, words, tmp_path, monkeypatch, capsys):
+    leave(monkeypatch, left)
+    with initialize(model(), auto(tmp_path) | more) as engine:
+        with torch.no_grad():
+            engine(torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16))  # which saves nothing
+        capsys.readouterr()
+        chosen = train(engine, 2, ROWS)
+        told = capsys.readouterr().err.splitlines()
+        assert [word in line for word, line in zip(words, told, strict=True)] == [True] * len(words), told
+        assert kept(engine) == expected
+        printed = json.loads(engine.config.model_dump_json(exclude_unset=True))
+    with initialize(model(), printed) as engine:
+        assert_same(train(engine, 2, ROWS), chosen)
+        assert kept(engine) == expected
+    plain = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with initialize(model(), plain | {key: more[key] for key in more if key != "activations"}) as engine:
+        assert_same(train(engine, 2, ROWS), chosen)
+
+
+@pytest.mark.parametrize(("room", "moving", "waiting", "expected"), [
+    (8, 0, 1, Keeping(False)), (7, 0, 1, Keeping(True)),
+    (36, 0, 4, Keeping(False)),  # block by block all of them wait, and gradients of one more
+    (8, 18, 4, Keeping(False, "horizontal")), (8, 19, 4, Keeping(True)),
+])  # fmt: skip
+def test_the_order_is_that_which_moves_fewer_bytes(room, moving, waiting, expected):
+    found = [SavedSizes(room, 1, 1, moving), SavedSizes(100, 1, 1, 0)]
+    assert Keeping.of(found, 8, waiting) == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_micro_batches_begin_anew_where_another_order_moves_fewer_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("nvme_offload.optim.zero.keeping.Keeping.of", lambda *rest: Keeping(False, "horizontal"))
+    leave(monkeypatch, MiB)
+    section = auto(tmp_path) | {"gradient_accumulation_steps": 2}
+    with initialize(model(), section) as engine:
+        assert engine.config.goes_by_blocks
+        chosen = train(engine, 2, ROWS)
+        assert (engine.config.micro_batch_order, engine.activations) == ("horizontal", None)
+    with initialize(model(), section | {"offload": None, "micro_batch_order": "horizontal"}) as engine:
+        assert_same(train(engine, 2, ROWS), chosen)
+
+
+@on_ranks(2)
+def test_ranks_keep_alike_what_a_first_forward_saves(rank, world_size, tmp_path):
+    leave(pytest.MonkeyPatch(), GiB if rank else -2 * GiB)
+    told = io.StringIO()
+    for more in {}, {"gradient_accumulation_steps": 2}:
+        with redirect_stderr(told), initialize(model(), auto(tmp_path) | more) as engine:
+            chosen = train(engine, 1, ROWS)
+            assert kept(engine) == ("nvme", "boundaries", not rank), "each has what its own memory has room for"
+        with initialize(model(), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}} | more) as engine:
+            assert_same(train(engine, 1, ROWS), chosen)
+    assert told.getvalue().count("inputs of blocks are kept") == 2 * (rank == 0)
+
+
 @on_ranks(2)
 def test_ranks_with_different_memory_choose_alike_and_one_tells(rank, world_size, tmp_path):
     leave(pytest.MonkeyPatch(), GiB if rank else world_size * MiB)
@@ -90,22 +163,28 @@ def test_ranks_with_different_memory_choose_alike_and_one_tells(rank, world_size
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("first", "chosen"),
-    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((GiB, STATE), (72 * MiB, GRADS))), (MiB, ALL)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((GiB, STATE), (72 * MiB, GRADS), (MiB, ALL))),
+        (-2 * GiB, ALL),
+    ],
 )
 def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, monkeypatch):
     leave(monkeypatch, first)
     section = auto(tmp_path, durable=True)
     with initialize(model(), section) as engine:
         assert engine.config.zero_optimization.offload_optimizer.rewrite_every == "auto"
-        train(engine)
+        train(engine, 1, ROWS)
+        began = kept(engine)
+        assert began[0] == ("nvme" if first < 0 else "none")
     leave(monkeypatch, 120 * MiB if first == GiB else GiB)
     with initialize(model(), section) as engine:
-        assert places(engine.config) == chosen
+        assert (places(engine.config), engine.config.activations.device) == (chosen, began[0])
+        assert bool(engine.activations) == (first < 0), "it was chosen once"
         assert engine.resume() == (1, {})
-        resumed = train(engine)
+        resumed = train(engine, 1, ROWS)
     with initialize(model(), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}) as engine:
-        train(engine)
-        assert_same(resumed, train(engine))
+        train(engine, 1, ROWS)
+        assert_same(resumed, train(engine, 1, ROWS))
 
 
 def test_an_optimizer_alone_keeps_of_its_state_what_memory_holds(tmp_path, monkeypatch, capsys):
