@@ -71,6 +71,10 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 "OffloadTrainer: this trainer copies adapters of a model that is sharded already, as DPOTrainer does "
                 "for its reference: give it a ref_model, or switch adapters off by disable_adapter() in your own loop"
             ) from error
+        for callback in self.callback_handler.callbacks:
+            # It would save between backward and update, where a step is half done; it looks again at the step's end.
+            if getattr(callback, "jit_manager", None) is not None:
+                callback.on_pre_optimizer_step = lambda *_, **__: None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have no backward and no clipping but the engine's."""

@@ -1,6 +1,10 @@
 """Trainer and accelerate's loop over an engine, block by block with everything on NVMe: the bits of the plain loop."""
 
 import itertools
+import os
+import signal
+import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -257,6 +261,71 @@ def test_what_does_not_go_together_is_said_and_a_run_that_was_stopped_goes_on(tm
         pytest.raises(ValueError, match=r"leave scheduler out"),
     ):
         OffloadTrainer(engine, args)
+
+
+class Preempted(TrainerCallback):
+    """A scheduler of jobs wants the machine back in the middle of the third step."""
+
+    def __init__(self, where):
+        setattr(self, where, self._send)
+        self.trainer, self.is_sent = None, False
+
+    def _send(self, args, state, control, **unused):
+        if state.global_step == 2 and not self.is_sent:
+            self.is_sent = True
+            [saves] = [each for each in self.trainer.callback_handler.callbacks if hasattr(each, "jit_manager")]
+            saves.jit_manager.kill_wait = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not saves.jit_manager.is_checkpoint_requested:  # by a timer of transformers
+                time.sleep(0.01)
+
+
+@contextmanager
+def trainer_over(kind, folder, args, *callbacks):
+    """A trainer, and what gives its weights."""
+    if kind is OffloadTrainer:
+        with engine_of(folder, args) as engine:
+            yield (
+                OffloadTrainer(engine, args, train_dataset=data(), callbacks=[*callbacks]),
+                lambda: engine.weights("fp32"),
+            )
+    else:
+        made = model()
+        with OffloadAdamW(made.parameters(), lr=LR, offload=str(folder)) as optimizer:
+            yield (
+                Trainer(
+                    model=made, args=args, train_dataset=data(), optimizers=(optimizer, None), callbacks=[*callbacks]
+                ),
+                lambda: ((name, param.detach().clone()) for name, param in made.named_parameters()),
+            )
+
+
+@client("transformers", "`enable_jit_checkpoint`: a checkpoint when SIGTERM comes, from which a run goes on")
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (Trainer, "on_step_end"),
+        (OffloadTrainer, "on_pre_optimizer_step"),
+        *(pytest.param(kind, "on_step_begin", marks=pytest.mark.slow) for kind in (Trainer, OffloadTrainer)),
+        pytest.param(Trainer, "on_pre_optimizer_step", marks=pytest.mark.slow),
+        pytest.param(OffloadTrainer, "on_step_end", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_end_saves_and_goes_on_with_the_same_bits(kind, where, tmp_path):
+    args = arguments(tmp_path / "out", enable_jit_checkpoint=True)
+    with trainer_over(kind, tmp_path, args) as (trainer, weights):
+        trainer.train()
+        expected = dict(weights())
+    preempted = Preempted(where)
+    with trainer_over(kind, tmp_path, args, preempted) as (trainer, _):
+        preempted.trainer = trainer
+        trainer.train()
+        assert 2 <= trainer.state.global_step <= 3
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with trainer_over(kind, tmp_path, args) as (trainer, weights):
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 6
+        assert_same(dict(weights()), expected)
 
 
 @client("accelerate", "loop over an engine, block by block", WITH_A_LINE, "`engine.accumulate` takes a step's batches")
