@@ -194,20 +194,25 @@ MOVES = [
 ]
 
 
+@pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("move", MOVES, ids=["cpu", "to", "half", "one parameter"])
-def test_a_constructor_may_move_what_zero_init_makes(alone, tmp_path, move):
+def test_what_zero_init_makes_may_be_moved_within_it_and_after_it(alone, tmp_path, move, within):
     class Moved(Computing):
         def __init__(self):
             super().__init__()
-            move(self)
+            if within:
+                move(self)
 
     with deepspeed.zero.Init():
         model = Moved()
+    if not within:
+        move(model)
     assert {param.device.type for param in model.parameters()} == {"meta"}
     engine = deepspeed.initialize(model=model, config=section(tmp_path, adamw={"lr": 0.1}))[0]
     found = weights_of(engine)
     assert found["scale"].unique().tolist() == pytest.approx([0.1], rel=1e-2)
     assert 0 < found["first.weight"].abs().max() < 1
+    assert not {name for param in engine.module.parameters() for name in ("to", "cpu", "cuda") if name in vars(param)}
     engine.destroy()
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _DATA_WRITES = WeakTensorKeyDictionary()
 """Parameters on meta -> how often they were written to through ``.data``."""
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property
+
+_MOVES = ("to", "cpu", "cuda")
+"""Methods of a tensor that say a place."""
 
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 """Modules -> parameters of others that their forward uses."""
@@ -125,7 +129,6 @@ class _Building(_Writes):
     """Knows which memory ``torch.empty`` and its kind gave, and makes parameters on meta of others."""
 
     _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
-    _PLACES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
     _CASTS = (torch.Tensor.to, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float, torch.Tensor.double)
 
     def __init__(self) -> None:
@@ -138,9 +141,6 @@ class _Building(_Writes):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         of_meta = bool(args) and isinstance(args[0], nn.Parameter) and args[0].is_meta
-        if of_meta and func in self._PLACES:
-            args, kwargs = _staying(args), _staying(kwargs or {})
-            func = torch.Tensor.to  # a place is what `initialize` decides
         made = super().__torch_function__(func, types, args, kwargs)
         if func in self._EMPTY and not made.is_meta:
             self._empty.add(_storage_of(made))
@@ -186,9 +186,18 @@ def on_meta(param: nn.Parameter, value: torch.Tensor | None) -> nn.Parameter:
     made.__class__ = type(param)
     made.__dict__.update(param.__dict__)
     mark_sharded([made])
+    # A module's own `to` finds these in front of the tensor's, which cannot leave the meta device.
+    vars(made).update({name: partial(_stay, getattr(torch.Tensor, name), made) for name in _MOVES})
     if value is not None:
         _VALUES[made] = value
     return made
+
+
+def _stay(move: Callable[..., torch.Tensor], param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Do what a tensor's `to`, `cpu` or `cuda` does but for the place, which `initialize` decides."""
+    if move is not torch.Tensor.to:
+        return param
+    return torch.Tensor.to(param, *_staying(args), **_staying(kwargs))
 
 
 def be_all_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -200,6 +209,9 @@ def be_all_on_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     if not any(param.is_meta for param in params):
         return {}
     made = {param: param if param.is_meta else on_meta(param, param.detach()) for param in params}
+    for param in made.values():
+        for name in _MOVES:
+            vars(param).pop(name, None)  # else they would be attributes of what is trained
     device = Accelerator().current_device_name()
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
