@@ -159,7 +159,7 @@ def _is_kept(op: Any, args: Any, kwargs: Any) -> bool:
 logger = logging.getLogger(__name__)
 
 Choose = Callable[[int, int], OffloadConfig]
-"""It gets the bytes that a block saves and those of what it was given, and returns the section to go on with."""
+"""It gets the bytes that a block saves and those that it gives to the next, and returns the section to go on with."""
 
 _BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 8, 8 * MiB, 128 * KiB
 
@@ -184,9 +184,9 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
             ``activations.keep`` is ``all``. Compile and shard it before you make the swapper.
         blocks: blocks of the model to checkpoint; by default its repeated layers.
         faults: failures to inject, for tests.
-        choose: for a section that leaves ``activations.device`` open. All stays where it is until the first block has
-            been computed with a graph. Then this is called once, with the bytes that the block saves and with those of
-            what it was given; it returns the section to go on with. ``none`` ends the swapper.
+        choose: for a section that leaves ``activations.device`` open. All stays where it is until the first block that
+            saves anything has been computed. Then this is called once, with the bytes that the block saves and those
+            that it gives to the next; it returns the section to go on with. ``none`` ends the swapper.
 
     Raises:
         ConfigError: the configuration is wrong, or ``activations.device`` is ``none`` without `choose`.
@@ -223,7 +223,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         self._undo: Callable[[], object] = checkpoint_calls(found, self._is_outermost, **keeps)
         self._end_look: Callable[[], object] = lambda: None
         if choose is not None and isinstance(self._store, CountingStore):
-            self._end_look = replace_calls(found[:1], partial(self._look, self._store, choose))
+            self._end_look = replace_calls(found, partial(self._look, self._store, choose))
 
     @property
     def tier(self) -> NvmeTier | None:
@@ -259,17 +259,19 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
             return inner(*args, **kwargs)
 
     def _look(self, counted: CountingStore, choose: Choose, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Compute the first block, and have it chosen how the forward goes on."""
+        """Compute a block; when the first one saves anything, have it chosen how the forward goes on."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         before = counted.size_bytes
         with self.saving() if top_saved_tensor_hooks() is None else nullcontext():  # or in somebody's checkpoint
             output = inner(*args, **kwargs)
-        saved, given = counted.size_bytes - before, CountingStore()
-        for leaf in tree_flatten((args, kwargs))[0]:
+        saved, gives = counted.size_bytes - before, CountingStore()
+        for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                given.keep(leaf)
-        config = choose(saved, given.size_bytes)
+                gives.keep(leaf)
+        if not (saved or gives.size_bytes):  # it is frozen
+            return output
+        config = choose(saved, gives.size_bytes)
         self._end_look()
         self.config = config.activations
         if self.config.device == "none":

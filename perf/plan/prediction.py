@@ -61,8 +61,8 @@ class KeptActivations:
         job, layer, passing = placed.job, placed.job.boundaries_bytes, 0
         if rest and job.waits_block_by_block:
             # Gradients of what enters a layer stay where there is room beside what is taken and what is read. Those of
-            # the first two layers that backward comes to have what comes next leave in their place.
-            passing = layer + job.shape.num_layers * min(layer, max(0, 3 * layer - budget))
+            # the first two layers that backward comes to have what comes next leave in their place, a tensor early.
+            passing = layer + layer // job.micro_batches + job.shape.num_layers * min(layer, max(0, 3 * layer - budget))
         return cls(0, kept - rest, rest, passing)
 
     def units(self) -> Iterator[Unit]:

@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stderr
+from functools import partial
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ def auto(path, **state):
     return {"offload": "auto", "zero_optimization": zero, "bf16": {"enabled": True}}
 
 
-def model():
+def model(frozen=0):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
+    layers[:frozen].requires_grad_(False)
+    return layers
 
 
 def leave(monkeypatch, size_bytes):
@@ -94,10 +97,13 @@ def kept(engine):
     (-2 * GiB, {}, ("nvme", "boundaries", True), ["a forward saves 1 MiB for backward, and memory has 0 B"]),
     (-2 * GiB, {"gradient_accumulation_steps": 2}, ("nvme", "boundaries", True), ["inputs of blocks are kept"]),
     (-2 * GiB, {"activations": {"device": "none"}}, ("none", "boundaries", False), []),
-], ids=["it fits", "one by one", "block by block", "nothing is left open"])  # fmt: skip
+    (-2 * GiB, {"frozen": 1}, ("nvme", "boundaries", True), ["inputs of blocks are kept"]),
+], ids=["it fits", "one by one", "block by block", "nothing is left open", "the first block is frozen"])  # fmt: skip
 def test_what_a_first_forward_saves_decides_what_is_kept(left, more, expected, words, tmp_path, monkeypatch, capsys):
     leave(monkeypatch, left)
-    with initialize(model(), auto(tmp_path) | more) as engine:
+    more = dict(more)
+    made = partial(model, more.pop("frozen", 0))
+    with initialize(made(), auto(tmp_path) | more) as engine:
         with torch.no_grad():
             engine(torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16))  # which saves nothing
         capsys.readouterr()
@@ -106,11 +112,11 @@ def test_what_a_first_forward_saves_decides_what_is_kept(left, more, expected, w
         assert [word in line for word, line in zip(words, told, strict=True)] == [True] * len(words), told
         assert kept(engine) == expected
         printed = json.loads(engine.config.model_dump_json(exclude_unset=True))
-    with initialize(model(), printed) as engine:
+    with initialize(made(), printed) as engine:
         assert_same(train(engine, 2, ROWS), chosen)
         assert kept(engine) == expected
     plain = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    with initialize(model(), plain | {key: more[key] for key in more if key != "activations"}) as engine:
+    with initialize(made(), plain | {key: more[key] for key in more if key != "activations"}) as engine:
         assert_same(train(engine, 2, ROWS), chosen)
 
 
