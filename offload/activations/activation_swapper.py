@@ -28,7 +28,7 @@ from nvme_offload.offload._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks
+from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks, what_may_change
 from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
 from nvme_offload.offload.activations.counting import CountingStore
 from nvme_offload.offload.activations.kept import ActivationStats, Handle, InPlace, KeptTensor
@@ -158,8 +158,9 @@ def _is_kept(op: Any, args: Any, kwargs: Any) -> bool:
 
 logger = logging.getLogger(__name__)
 
-Choose = Callable[[int, int], OffloadConfig]
-"""It gets the bytes that a block saves and those that it gives to the next, and returns the section to go on with."""
+Choose = Callable[[int, int, bool], OffloadConfig]
+"""It gets the bytes that a block saves and those that it gives to the next, whether a block can be computed twice, and
+returns the section to go on with."""
 
 _BUFFER_COUNT, _MAX_BUFFER_BYTES, _MIN_BUFFER_BYTES = 8, 8 * MiB, 128 * KiB
 
@@ -185,8 +186,8 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         blocks: blocks of the model to checkpoint; by default its repeated layers.
         faults: failures to inject, for tests.
         choose: for a section that leaves ``activations.device`` open. All stays where it is until the first block that
-            saves anything has been computed. Then this is called once, with the bytes that the block saves and those
-            that it gives to the next; it returns the section to go on with. ``none`` ends the swapper.
+            saves anything has been computed. Then this is called once: see `Choose`. A device of ``none`` ends the
+            swapper.
 
     Raises:
         ConfigError: the configuration is wrong, or ``activations.device`` is ``none`` without `choose`.
@@ -271,7 +272,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
                 gives.keep(leaf)
         if not (saved or gives.size_bytes):  # it is frozen
             return output
-        config = choose(saved, gives.size_bytes)
+        config = choose(saved, gives.size_bytes, not what_may_change((args, kwargs)))
         self._end_look()
         self.config = config.activations
         if self.config.device == "none":
@@ -322,7 +323,8 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
     def _is_outermost(self) -> bool:
         """Whether a block that is called now saves here, and not in somebody's checkpoint around it."""
         hooks = top_saved_tensor_hooks()
-        return self.config.device != "none" and hooks is not None and hooks[0] is self._pack
+        repeats = self.config.device != "none" and self.config.keep != "all"
+        return repeats and hooks is not None and hooks[0] is self._pack
 
 
 @not_compiled

@@ -86,12 +86,16 @@ def checkpoint_calls(
     return lambda: [each() for each in undo]
 
 
+def what_may_change(arguments: Any) -> list[object]:
+    """Return what a block is given that it might change: it would be changed again when backward computes it."""
+    return [leaf for leaf in tree_flatten(arguments)[0] if leaf is not None and not isinstance(leaf, _PLAIN)]
+
+
 def _check_arguments(leaves: Sequence[object]) -> None:
-    """Raise TypeError for an object that a block might change: it would be changed again when backward computes it."""
-    for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, _PLAIN):
-            raise TypeError(
-                f"a block was given a {type(leaf).__name__}, which it may change, and backward computes it once more: "
-                "gradients would be wrong. If it is a cache of keys and values, call the model with use_cache=False; "
-                'else write "keep": "all" in the section\'s activations'
-            )
+    """Raise TypeError for an object that a block might change."""
+    for leaf in what_may_change(leaves):
+        raise TypeError(
+            f"a block was given a {type(leaf).__name__}, which it may change, and backward computes it once more: "
+            "gradients would be wrong. If it is a cache of keys and values, call the model with use_cache=False; "
+            'else write "keep": "all" in the section\'s activations'
+        )

@@ -90,13 +90,14 @@ class SavedSizes(NamedTuple):
     inside: int  # that a block saves
     boundary: int  # that enters a block
     moving: int  # of parameters and gradients, that go to NVMe and come back in each pass through all blocks
+    repeats: bool = True  # whether a block can be computed twice: it is given nothing that it may change
 
 
 class Keeping(NamedTuple):
     """A run keeps this for backward, and has this order of micro-batches where they might go block by block."""
 
-    boundaries: bool
-    """Whether inputs of blocks are kept, on NVMe as far as memory is short; else all stays as the model has it."""
+    keep: Literal["none", "boundaries", "all"]
+    """See ``activations.keep``; on NVMe as far as memory is short. ``none``: all stays as the model has it."""
     order: Literal["auto", "horizontal"] = "auto"
 
     @classmethod
@@ -113,15 +114,16 @@ class Keeping(NamedTuple):
         inside = max(inside, boundary)
         fits, waits = inside * blocks <= room, boundary * (blocks + 1) * waiting  # and gradients of one more
         one_by_one = 0 if fits else max(0, boundary * blocks - room)
+        keep: Literal["boundaries", "all"] = "boundaries" if all(one.repeats for one in found) else "all"
         if waiting > 1 and waiting * (moving + 2 * one_by_one) < moving + 2 * max(0, waits - room):
-            return cls(not fits, "horizontal")
-        return cls(not fits or (waiting > 1 and waits > room))
+            return cls("none" if fits else keep, "horizontal")
+        return cls(keep if not fits or (waiting > 1 and waits > room) else "none")
 
     @classmethod
     def begun(cls, config: OffloadConfig) -> Self | None:
         """Return what the durable run of a section began with; None where nobody has chosen yet."""
         said = DurableRun.said(config).get("keeping")
-        return cls(bool(said.get("boundaries")), said.get("order", "auto")) if isinstance(said, Mapping) else None
+        return cls(said.get("keep", "none"), said.get("order", "auto")) if isinstance(said, Mapping) else None
 
     @staticmethod
     def is_open(config: OffloadConfig) -> bool:
@@ -133,20 +135,19 @@ class Keeping(NamedTuple):
         kept, update = config.activations, dict[str, Any]()
         if self.order != "auto":
             update["micro_batch_order"] = self.order
-        if self.boundaries:
+        if self.keep != "none":
             budget = (
                 max(_LEAST_KEPT, room) // _LEAST_KEPT * _LEAST_KEPT if kept.host_budget == "auto" else kept.host_budget
             )
-            place = {"device": "nvme", "nvme_path": config.nvme_paths, "host_budget": budget}
+            place = {"keep": self.keep, "device": "nvme", "nvme_path": config.nvme_paths, "host_budget": budget}
             update["activations"] = kept.model_copy(update=place)
         return config.model_copy(update=update)
 
     def tell(self, found: SavedSizes, blocks: int) -> None:
         """Say in a line on standard error what leaves memory, if anything does, or goes in another order."""
-        if speaks_for_all() and (self.boundaries or self.order != "auto"):
-            what = (
-                "inputs of blocks are kept, on NVMe as far as memory is short" if self.boundaries else "all of it stays"
-            )
+        if speaks_for_all() and (self.keep != "none" or self.order != "auto"):
+            kept = "inputs of blocks are" if self.keep == "boundaries" else "all of it is"
+            what = "all of it stays" if self.keep == "none" else f"{kept} kept, on NVMe as far as memory is short"
             order = ", and micro-batches go one after the other" if self.order != "auto" else ""
             sizes = f"{format_bytes(found.inside * blocks)} for backward, and memory has {format_bytes(found.room)}"
             say(f"nvme-offload: a forward saves {sizes}: {what}{order}")

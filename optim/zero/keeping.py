@@ -51,7 +51,7 @@ class KeepingChoice:
         """Note that so many micro-batches wait for one another at each block."""
         self._waiting = micro_batches
 
-    def choose(self, inside: int, boundary: int) -> OffloadConfig:
+    def choose(self, inside: int, boundary: int, repeats: bool) -> OffloadConfig:
         """Return the section to go on with, when the first block was computed. Collective.
 
         Raises BlockOrderError where micro-batches are to go one after the other: all of them begin anew.
@@ -60,7 +60,7 @@ class KeepingChoice:
             return self._config
         plan = self._made.tier_plan
         moving = sum(unit.size_bytes for kind in (PARAMS, GRADS) for unit in plan.units_on("nvme", kind))
-        sizes = SavedSizes(self._room.computing, inside, boundary, 2 * moving)
+        sizes = SavedSizes(self._room.computing, inside, boundary, 2 * moving, repeats)
         keeping = Keeping.of([*gather(sizes, *self._groups).values()], self._num_blocks, self._waiting)
         keeping.tell(sizes, self._num_blocks)
         if self._made.is_durable:

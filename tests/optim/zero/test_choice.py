@@ -13,6 +13,7 @@ from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, TensorSwapper
 from nvme_offload.optim.state.choice import Keeping, SavedSizes
 from tests.support.ranks import on_ranks
 from tests.support.sharded_model import assert_same, full_state
+from tests.support.small_llama import llama, rows
 
 MiB, GiB = 2**20, 2**30
 WIDTH, LAYERS = 1024, 8  # in bf16 16 MiB of parameters, of gradients, and 80 MiB of state
@@ -121,9 +122,9 @@ def test_what_a_first_forward_saves_decides_what_is_kept(left, more, expected, w
 
 
 @pytest.mark.parametrize(("room", "moving", "waiting", "expected"), [
-    (8, 0, 1, Keeping(False)), (7, 0, 1, Keeping(True)),
-    (36, 0, 4, Keeping(False)),  # block by block all of them wait, and gradients of one more
-    (8, 18, 4, Keeping(False, "horizontal")), (8, 19, 4, Keeping(True)),
+    (8, 0, 1, Keeping("none")), (7, 0, 1, Keeping("boundaries")),
+    (36, 0, 4, Keeping("none")),  # block by block all of them wait, and gradients of one more
+    (8, 18, 4, Keeping("none", "horizontal")), (8, 19, 4, Keeping("boundaries")),
 ])  # fmt: skip
 def test_the_order_is_that_which_moves_fewer_bytes(room, moving, waiting, expected):
     found = [SavedSizes(room, 1, 1, moving), SavedSizes(100, 1, 1, 0)]
@@ -132,7 +133,7 @@ def test_the_order_is_that_which_moves_fewer_bytes(room, moving, waiting, expect
 
 @pytest.mark.usefixtures("alone")
 def test_micro_batches_begin_anew_where_another_order_moves_fewer_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("nvme_offload.optim.zero.keeping.Keeping.of", lambda *rest: Keeping(False, "horizontal"))
+    monkeypatch.setattr("nvme_offload.optim.zero.keeping.Keeping.of", lambda *rest: Keeping("none", "horizontal"))
     leave(monkeypatch, MiB)
     section = auto(tmp_path) | {"gradient_accumulation_steps": 2}
     with initialize(model(), section) as engine:
@@ -141,6 +142,23 @@ def test_micro_batches_begin_anew_where_another_order_moves_fewer_bytes(tmp_path
         assert (engine.config.micro_batch_order, engine.activations) == ("horizontal", None)
     with initialize(model(), section | {"offload": None, "micro_batch_order": "horizontal"}) as engine:
         assert_same(train(engine, 2, ROWS), chosen)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("use_cache", "keep"), [(True, "all"), (False, "boundaries")])
+def test_blocks_that_are_given_a_cache_are_not_computed_twice(use_cache, keep, tmp_path, monkeypatch):
+    leave(monkeypatch, -2 * GiB)
+    losses = []
+    for section in auto(tmp_path) | {"activations": {"min_bytes": 0}}, {"zero_optimization": {"stage": 3}}:
+        with initialize(llama(), section | {"bf16": {"enabled": True}}) as engine:
+            tokens = torch.stack([row["input_ids"] for row in rows(8)])
+            for _ in range(2):
+                losses.append(engine(tokens, labels=tokens, use_cache=use_cache).loss)
+                engine.backward(losses[-1])
+                engine.step()
+            if "offload" in section:
+                assert kept(engine) == ("nvme", keep, True)
+    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
 
 
 @on_ranks(2)
