@@ -24,18 +24,17 @@ from typer.testing import CliRunner
 from nvme_offload import ConfigError, OffloadConfig, initialize
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.storage.tier_plan import TIERS
-from nvme_offload.offload.units import GiB, MiB, parse_bytes
+from nvme_offload.offload.units import GiB
 from nvme_offload.optim.step.hiding import schedule_in
 from nvme_offload.perf.cli import app, load
 from nvme_offload.perf.experiments.training import SleepingModel, Training
 from nvme_offload.perf.plan import catalog, command
-from nvme_offload.perf.plan.choosing import Chooser
 from nvme_offload.perf.plan.lora import Lora
 from nvme_offload.perf.plan.machine import Drives, Machine
 from nvme_offload.perf.plan.placing import LIBRARIES_BYTES, Job
 from nvme_offload.perf.plan.prediction import predict
 from nvme_offload.perf.plan.shape import ModelShape
-from nvme_offload.perf.plan.traffic import Traffic
+from scripts import plan_machines
 from tests.perf.documents import write_bench
 from tests.support.pairs import each_value_once
 
@@ -241,36 +240,17 @@ def test_what_people_have_holds_what_they_train(model, card, host):
 
 
 @pytest.mark.parametrize(
-    ("model", "card", "host"),
-    [PLANNED[0], *(pytest.param(*PLANNED[place], marks=pytest.mark.slow) for place in (1, 4))],
+    "number",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n > 0), id=case.name) for n, case in enumerate(plan_machines.CASES)],
 )
-@pytest.mark.filterwarnings("ignore")
-def test_the_section_for_what_people_have_moves_what_its_plan_says(model, card, host, tmp_path):
-    """A small model runs with it, and a host budget that is as small beside it."""
-    name, _, rank = model.partition(" --lora r=")
-    large = catalog.model_of(name).with_lora(Lora(int(rank))) if rank else catalog.model_of(name)
-    gpu, drives = catalog.card_of(card), Drives.of_rates(15e9, 3e9)
-    more = {"flops": 0.4e12 * gpu.teraflops, "pcie": 1e9 * gpu.pcie, "drives": drives, "capacity": 4 * 10**12}
-    machine = Machine(host_memory=host * GiB, device_memory=gpu.memory * GiB, **more)
-    choice = Chooser(machine, [tmp_path], 2048, 32).choose(large)
-    assert not choice.tiers.missing
-    config, shape, rank = json.loads(json.dumps(choice.section)), llama(), 4 if rank else 0
-    config["gradient_accumulation_steps"] = 4
-    config["zero_optimization"]["offload_optimizer"] |= {"staging_budget": "3MiB"}
-    if rank and "offload_param" in config["zero_optimization"]:
-        config["zero_optimization"]["offload_param"]["frozen"] = "copy"
-    if "host_budget" in config:
-        share = parse_bytes(config["host_budget"]) / large.numel
-        config["host_budget"] = max(6 * MiB, int(share * job_of(shape, {}).shape.numel))
-    found = predict(job_of(shape, config, rank), MACHINE)
-    with initialize(model_of(shape, rank), config) as engine:
-        plan = engine.optimizer.store.plan
-        actual = moved_by(engine, shape)
-    for kind, tier in product({unit.kind for unit in plan.units}, TIERS):
-        assert found.tiers.bytes_on(tier, kind) == pytest.approx(plan.bytes_on(tier, kind), rel=0.1), (kind, tier)
-    moved = sum((each.total for kind, each in found.traffic.items() if kind != "kept activations"), Traffic())
-    for op, planned in (Op.READ, moved.read), (Op.WRITE, moved.written):
-        assert planned == pytest.approx(sum(size for (way, _), size in actual.items() if way is op), rel=0.02)
+def test_the_section_for_what_people_have_takes_what_its_plan_says(number):
+    """A small model of the same shape runs with it, in a process of its own; its budgets are as small beside it."""
+    figures = plan_machines.in_child(number, compute=0.0)
+    for what in "memory", "bytes":
+        planned, measured = figures[what]
+        assert measured == pytest.approx(planned, rel=plan_machines.LIMITS[what]), what
+    for place, planned, found in figures["places"]:
+        assert found == pytest.approx(planned, rel=0.1, abs=2**16), place
 
 
 @pytest.mark.parametrize(("said", "tokens"), [
