@@ -179,17 +179,9 @@ def make_logged_step(
     )
 
 
-def marked(marks: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the numbers of the elements that are marked of so many, in order: int64 [`num_marked`]."""
-    found = torch.empty(num_marked(marks, numel), dtype=torch.int64, device="cpu")
-    if found.numel():
-        _kernels.marked(available_isas()[-1], marks.data_ptr(), numel, found.data_ptr())
-    return found
-
-
 def num_marked(marks: torch.Tensor, numel: int) -> int:
     """Return how many of so many elements are marked; `marks` is int64 [num_marks(numel)]."""
-    return _kernels.marked(available_isas()[-1], _address("marks", marks, torch.int64, num_marks(numel)), numel, 0)
+    return _kernels.num_marked(available_isas()[-1], _address("marks", marks, torch.int64, num_marks(numel)), numel)
 
 
 def ordered_sum(values: torch.Tensor) -> float:
@@ -351,6 +343,32 @@ class KernelPool:
         _kernels.mark_changed(
             self._threads, self._isa, was, now, numel, _address("marks", marks, torch.int64, num_marks(numel))
         )
+
+    def marked(
+        self, marks: torch.Tensor, numel: int, source: torch.Tensor | None = None, *, first: int = 0, wide: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where elements are marked of so many, and the values there.
+
+        Args:
+            marks: int64 [num_marks(numel)].
+            numel: elements that have marks.
+            source: 16-bit [numel]; None: no values are wanted.
+            first: the number of the first element.
+            wide: whether the numbers are int64; else int32.
+
+        Returns:
+            The numbers [`num_marked`], in order, and as many values, or none.
+        """
+        count = num_marked(marks, numel)
+        indices = torch.empty(count, dtype=torch.int64 if wide else torch.int32, device="cpu")
+        dtype = torch.int16 if source is None else source.dtype
+        values = torch.empty(0 if source is None else count, dtype=dtype, device="cpu")
+        there = 0 if source is None else _address("source", source, dtype, numel)
+        _kernels.marked(
+            self._threads, self._isa, marks.data_ptr(), numel, first, there, indices.data_ptr(), indices.itemsize,
+            values.data_ptr(), count,
+        )  # fmt: skip
+        return indices, values
 
     def tile_sq_sums(self, *grads: torch.Tensor) -> torch.Tensor:
         """Return the sums of squares of every tile, fp64 [num_tiles], those of one gradient after the other."""

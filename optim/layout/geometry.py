@@ -63,6 +63,25 @@ class Part:
         order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], dim))
         return cls(torch.Size(tensor.shape), offsets, tuple(local.shape), tuple(order))
 
+    @property
+    def is_rows(self) -> bool:
+        """Whether it is whole rows in row-major order, as FSDP2 cuts them: elements lie together as in the whole."""
+        return [*self.order] == sorted(self.order) and self.shape[1:] == self.whole[1:]
+
+    @property
+    def first(self) -> int:
+        """The number of its first element in the whole tensor, in row-major order; of a part without any 0."""
+        inner = [math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
+        return sum(offset * stride for offset, stride in zip(self.offsets, inner, strict=True))
+
+    def in_rows(self, at: torch.Tensor) -> torch.Tensor:
+        """Return where elements, by their numbers in order of memory, are in the whole tensor in row-major order."""
+        indices, rest = torch.full_like(at, self.first), at
+        for dim in reversed(self.order):
+            indices += rest % self.shape[dim] * math.prod(self.whole[dim + 1 :])
+            rest = rest // self.shape[dim]
+        return indices
+
     def origin(self, param: int) -> Origin:
         """Return the origin of this part of a parameter, which has this number."""
         sizes, strides, offset, stride = [1], [1], 0, 1

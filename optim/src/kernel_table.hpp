@@ -21,8 +21,9 @@ struct Dither {
 };
 
 // One step over a run of elements. grad_scale is unscaling and clipping in one factor, negative to maximize.
+// differs: gets the old word xor the new one of each 16-bit parameter; or null.
 using Update = void (*)(void* param, void* master, const void* grad, void* const* states, std::size_t numel,
-                        float grad_scale, const float* scalars, Dither dither);
+                        float grad_scale, const float* scalars, Dither dither, std::uint16_t* differs);
 
 // The kernels of one update rule. What its states and scalars mean, only the rule knows: see rules/ and optim/rules.
 struct RuleKernels {
@@ -48,10 +49,14 @@ struct KernelTable {
   // Takes in what follows; only the last of it may be no multiple of kSumStripe.
   void (*absorb)(SumLanes& lanes, const void* data, std::size_t size_bytes);
   double (*sq_sum[kNumGradDtypes])(const void* grad, std::size_t numel);
-  // Sets the bit of each word that differs: 64 of them, from the lowest bit on, in each of `marks`.
-  void (*mark_changed)(const std::uint16_t* before, const std::uint16_t* after, std::size_t numel, std::uint64_t* marks);
-  // Returns how many bits of `count` words are set; out: their numbers in order, or null.
-  std::int64_t (*marked)(const std::uint64_t* marks, std::size_t count, std::int64_t* out);
+  // Sets the bit of each word that is not zero: 64 of them, from the lowest bit on, in each of `marks`.
+  void (*mark)(const std::uint16_t* differs, std::size_t numel, std::uint64_t* marks);
+  std::size_t (*num_marked)(const std::uint64_t* marks, std::size_t count);
+  // Gives the numbers of the bits that are set, counted from `first` on, and the words of `source` there, if it is given.
+  void (*marked)(const std::uint64_t* marks, std::size_t count, std::int64_t first, const std::uint16_t* source,
+                 std::int32_t* indices, std::uint16_t* values);
+  void (*marked_wide)(const std::uint64_t* marks, std::size_t count, std::int64_t first, const std::uint16_t* source,
+                      std::int64_t* indices, std::uint16_t* values);
 };
 
 }  // namespace optim

@@ -355,12 +355,14 @@ class Strip {
         believe(base);
       }
       const void* grad = at.grad == kAbsent ? kZeros : logged(step, at.grad, kGradSize[step.grad_dtype]);
-      update(base, grad, step.grad_dtype, step.grad_scale, step.scalars);
+      update(base, grad, step.grad_dtype, step.grad_scale, step.scalars, nullptr);
     }
   }
 
-  void step(void* param) const {
-    update(param, bytes_at(s_.grad, first_ * kGradSize[s_.grad_dtype]), s_.grad_dtype, s_.grad_scale, s_.scalars);
+  // differs: see Update.
+  void step(void* param, std::uint16_t* differs) const {
+    const void* grad = bytes_at(s_.grad, first_ * kGradSize[s_.grad_dtype]);
+    update(param, grad, s_.grad_dtype, s_.grad_scale, s_.scalars, differs);
   }
 
   // Makes the master from a parameter that somebody has set.
@@ -373,8 +375,8 @@ class Strip {
     return bytes_at(step.entry, static_cast<std::size_t>(offset) + first_ % kTileNumel * itemsize);
   }
 
-  void update(void* param, const void* grad, int grad_dtype, float grad_scale,
-              const std::vector<float>& scalars) const {
+  void update(void* param, const void* grad, int grad_dtype, float grad_scale, const std::vector<float>& scalars,
+              std::uint16_t* differs) const {
     const RuleKernels& rule = kernels_.rules[s_.rule];
     for (std::size_t done = 0; done < numel_;) {
       const Stretch stretch(s_.origin, first_ + done, numel_ - done);
@@ -385,7 +387,8 @@ class Strip {
       rule.update[s_.form][grad_dtype](static_cast<char*>(param) + done * kParamSize[s_.form],
                                        static_cast<char*>(master()) + done * kMasterSize[s_.form],
                                        static_cast<const char*>(grad) + done * kGradSize[grad_dtype], states,
-                                       stretch.numel, grad_scale, scalars.data(), stretch.dither);
+                                       stretch.numel, grad_scale, scalars.data(), stretch.dither,
+                                       differs ? differs + done : nullptr);
       done += stretch.numel;
     }
   }
@@ -476,12 +479,10 @@ class Tiles {
   }
 
   void step(const Strip& strip, std::size_t first, std::size_t numel) {
-    auto* param = static_cast<std::uint16_t*>(param_at(first));  // it is that where marks are wanted
-    if (!s_.marks) return strip.step(param);
-    alignas(kCacheLine) std::uint16_t before[kStripNumel];
-    std::memcpy(before, param, numel * sizeof *before);
-    strip.step(param);
-    kernels_.mark_changed(before, param, numel, pointer<std::uint64_t>(s_.marks, first / kMarksInWord));
+    if (!s_.marks) return strip.step(param_at(first), nullptr);
+    alignas(kCacheLine) std::uint16_t differs[kStripNumel];
+    strip.step(param_at(first), differs);
+    kernels_.mark(differs, numel, pointer<std::uint64_t>(s_.marks, first / kMarksInWord));
   }
 
   void mark_all(const Tile& tile) {
@@ -678,16 +679,56 @@ void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Addr
   check_address("marks", marks, sizeof(std::uint64_t), numel);
   pool.parallel_for(num_tiles(numel), [&](std::size_t i) {
     const Tile tile(i, numel);
-    kernels.mark_changed(pointer<const std::uint16_t>(before, tile.first), pointer<const std::uint16_t>(after, tile.first),
-                         tile.numel, pointer<std::uint64_t>(marks, tile.first / kMarksInWord));
+    const auto *was = pointer<const std::uint16_t>(before, tile.first), *is = pointer<const std::uint16_t>(after, tile.first);
+    auto* own = pointer<std::uint64_t>(marks, tile.first / kMarksInWord);
+    std::uint16_t differs[kStripNumel];
+    for (std::size_t done = 0; done < tile.numel; done += kStripNumel) {
+      const std::size_t count = std::min(kStripNumel, tile.numel - done);
+      for (std::size_t j = 0; j < count; ++j) differs[j] = was[done + j] ^ is[done + j];
+      kernels.mark(differs, count, own + done / kMarksInWord);
+    }
   });
 }
 
-std::int64_t marked(const std::string& isa, Address marks, std::int64_t numel, Address out) {
+std::int64_t num_marked(const std::string& isa, Address marks, std::int64_t numel) {
   check_numel(numel);
   check_address("marks", marks, sizeof(std::uint64_t), numel);
   const std::size_t count = (static_cast<std::size_t>(numel) + kMarksInWord - 1) / kMarksInWord;
-  return kernel_table(isa).marked(pointer<const std::uint64_t>(marks), count, pointer<std::int64_t>(out));
+  return static_cast<std::int64_t>(kernel_table(isa).num_marked(pointer<const std::uint64_t>(marks), count));
+}
+
+void marked(ThreadPool& pool, const std::string& isa, Address marks, std::int64_t numel, std::int64_t first,
+            Address source, Address indices, int index_size, Address values, std::int64_t count) {
+  const KernelTable& kernels = kernel_table(isa);
+  check_numel(numel);
+  check_address("marks", marks, sizeof(std::uint64_t), numel);
+  if (index_size != sizeof(std::int32_t) && index_size != sizeof(std::int64_t)) {
+    throw std::invalid_argument("indices are int32 or int64");
+  }
+  check_address("indices", indices, static_cast<std::size_t>(index_size), count);
+  if (source != 0) {
+    check_address("source", source, sizeof(std::uint16_t), numel);
+    check_address("values", values, sizeof(std::uint16_t), count);
+  }
+  const auto words = [&](const Tile& tile) { return (tile.numel + kMarksInWord - 1) / kMarksInWord; };
+  const auto at = [&](const Tile& tile) { return pointer<const std::uint64_t>(marks, tile.first / kMarksInWord); };
+  std::vector<std::size_t> begin{0};  // of each tile's own, in indices and values
+  for (std::size_t i = 0; i < num_tiles(numel); ++i) {
+    const Tile tile(i, numel);
+    begin.push_back(begin.back() + kernels.num_marked(at(tile), words(tile)));
+  }
+  if (begin.back() != static_cast<std::size_t>(count)) throw std::invalid_argument("other marks than were counted");
+  pool.parallel_for(begin.size() - 1, [&](std::size_t i) {
+    const Tile tile(i, numel);
+    const std::int64_t from = first + static_cast<std::int64_t>(tile.first);
+    const auto* own = source ? pointer<const std::uint16_t>(source, tile.first) : nullptr;
+    auto* out = source ? pointer<std::uint16_t>(values, begin[i]) : nullptr;
+    if (index_size == sizeof(std::int32_t)) {
+      kernels.marked(at(tile), words(tile), from, own, pointer<std::int32_t>(indices, begin[i]), out);
+    } else {
+      kernels.marked_wide(at(tile), words(tile), from, own, pointer<std::int64_t>(indices, begin[i]), out);
+    }
+  });
 }
 
 double ordered_sum(Address address, std::int64_t numel) {

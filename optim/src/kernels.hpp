@@ -107,8 +107,13 @@ void grad_sq_sums(ThreadPool& pool, const std::string& isa, const std::vector<Ad
 void mark_changed(ThreadPool& pool, const std::string& isa, Address before, Address after, std::int64_t numel,
                   Address marks);
 
-// Returns how many of the first `numel` elements are marked; out: int64, their numbers in order, or 0.
-std::int64_t marked(const std::string& isa, Address marks, std::int64_t numel, Address out);
+// Returns how many of the first `numel` elements are marked.
+std::int64_t num_marked(const std::string& isa, Address marks, std::int64_t numel);
+
+// Gives the numbers of the elements that are marked, which are `count`, from `first` on, and the 16-bit words of `source`
+// there; source: 0, they are not wanted. index_size: bytes of a number.
+void marked(ThreadPool& pool, const std::string& isa, Address marks, std::int64_t numel, std::int64_t first,
+            Address source, Address indices, int index_size, Address values, std::int64_t count);
 
 // Sum of fp64 numbers in index order.
 double ordered_sum(Address address, std::int64_t numel);

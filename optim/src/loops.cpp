@@ -202,28 +202,38 @@ struct Bf16States {
 // IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
 float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuietNan, bits_of(value))); }
 
-template <class Rule, class States, class Form, class Grad, size_t... k, class... State>
+struct Nothing {};
+
+template <class Rule, class States, class Form, class Grad, class Differs, size_t... k, class... State>
 void update_loop(std::index_sequence<k...>, typename Form::Param* __restrict param,
                  typename Form::Master* __restrict master, const typename Grad::Element* __restrict grad, size_t numel,
-                 float grad_scale, const Rule rule, const States kept, State* __restrict... states) {
+                 float grad_scale, const Rule rule, const States kept, Differs* __restrict differs,
+                 State* __restrict... states) {
   for (size_t i = 0; i < numel; ++i) {
     float state[] = {States::load(states[i])..., 0.0f};  // registers: a store to memory before the last load would cost a reload
     const float weight = rule(Grad::load(grad[i]) * grad_scale, Form::load(param, master, i), state[k]...);
     [[maybe_unused]] const uint32_t word = kept.word(i);
     ((states[i] = States::template store<k>(settle(state[k]), word)), ...);
+    [[maybe_unused]] const auto before = param[i];
     Form::store(settle(weight), param, master, i);
+    if constexpr (sizeof(Differs) == sizeof(param[i])) differs[i] = before ^ param[i];
   }
 }
 
 template <class Rule, class States, class Form, class Grad>
 void update(void* param, void* master, const void* grad, void* const* states, size_t numel, float grad_scale,
-            const float* scalars, Dither dither) {
-  [&]<size_t... k>(std::index_sequence<k...> all) {
+            const float* scalars, Dither dither, uint16_t* differs) {
+  const auto run = [&]<class Differs, size_t... k>(std::index_sequence<k...> all, Differs* wanted) {
     update_loop<Rule, States, Form, Grad>(
         all, static_cast<typename Form::Param*>(param), static_cast<typename Form::Master*>(master),
         static_cast<const typename Grad::Element*>(grad), numel, grad_scale, Rule(scalars),
-        States(scalars + Rule::kNumScalars, dither), static_cast<typename States::Element*>(states[k])...);
-  }(std::make_index_sequence<Rule::kNumStates>());
+        States(scalars + Rule::kNumScalars, dither), wanted, static_cast<typename States::Element*>(states[k])...);
+  };
+  constexpr std::make_index_sequence<Rule::kNumStates> all;
+  if constexpr (sizeof(typename Form::Param) == sizeof *differs) {
+    if (differs) return run(all, differs);
+  }
+  run(all, static_cast<Nothing*>(nullptr));
 }
 
 template <class Rule, class States = Fp32States>
@@ -294,37 +304,40 @@ double sq_sum(const void* data, size_t numel) {
 
 // ---- which 16-bit words differ ----
 
-// Sets the bit of each of 64 words that differs. What a compiler makes of the portable loop packs bits one by one.
+// Sets the bit of each of 64 words that is not zero. What a compiler makes of the portable loop packs bits one by one.
 #if defined(__AVX512BW__)
-uint64_t differing(const uint16_t* before, const uint16_t* after) {
+uint64_t not_zero(const uint16_t* words) {
   const auto mask = [&](size_t at) -> uint64_t {
-    return _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(before + at), _mm512_loadu_si512(after + at));
+    const __m512i all = _mm512_loadu_si512(words + at);
+    return _mm512_test_epi16_mask(all, all);
   };
   return mask(0) | mask(32) << 32;
 }
 #elif defined(__AVX2__)
-uint64_t differing(const uint16_t* before, const uint16_t* after) {
-  const auto load = [](const uint16_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
-  const auto equal = [&](size_t at) { return _mm256_cmpeq_epi16(load(before + at), load(after + at)); };
-  const auto mask = [&](size_t at) -> uint64_t {
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(equal(at), equal(at + 16)), 0xd8);
-    return ~static_cast<uint32_t>(_mm256_movemask_epi8(packed));
+uint64_t not_zero(const uint16_t* words) {
+  const auto zero = [&](size_t at) {
+    return _mm256_cmpeq_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + at)), _mm256_setzero_si256());
   };
-  return (mask(0) & 0xffffffff) | mask(32) << 32;
+  const auto mask = [&](size_t at) -> uint64_t {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(zero(at), zero(at + 16)), 0xd8);
+    return static_cast<uint32_t>(_mm256_movemask_epi8(packed));
+  };
+  return ~(mask(0) | mask(32) << 32);
 }
 #elif defined(__x86_64__)
-uint64_t differing(const uint16_t* before, const uint16_t* after) {
-  const auto load = [](const uint16_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); };
-  const auto equal = [&](size_t at) { return _mm_cmpeq_epi16(load(before + at), load(after + at)); };
-  const auto mask = [&](size_t at) -> uint64_t {
-    return ~static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(equal(at), equal(at + 8)))) & 0xffff;
+uint64_t not_zero(const uint16_t* words) {
+  const auto zero = [&](size_t at) {
+    return _mm_cmpeq_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words + at)), _mm_setzero_si128());
   };
-  return mask(0) | mask(16) << 16 | mask(32) << 32 | mask(48) << 48;
+  const auto mask = [&](size_t at) -> uint64_t {
+    return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(zero(at), zero(at + 8))));
+  };
+  return ~(mask(0) | mask(16) << 16 | mask(32) << 32 | mask(48) << 48);
 }
 #else
-uint64_t differing(const uint16_t* __restrict before, const uint16_t* __restrict after) {
+uint64_t not_zero(const uint16_t* words) {
   unsigned char differs[64];
-  for (size_t j = 0; j < 64; ++j) differs[j] = before[j] != after[j];
+  for (size_t j = 0; j < 64; ++j) differs[j] = words[j] != 0;
   uint64_t marks = 0;
   for (size_t k = 0; k < 8; ++k) {
     uint64_t bytes;
@@ -335,27 +348,52 @@ uint64_t differing(const uint16_t* __restrict before, const uint16_t* __restrict
 }
 #endif
 
-void mark_changed(const uint16_t* __restrict before, const uint16_t* __restrict after, size_t numel,
-                  uint64_t* __restrict marks) {
+void mark(const uint16_t* __restrict differs, size_t numel, uint64_t* __restrict marks) {
   const size_t whole = numel / 64;
-  for (size_t k = 0; k < whole; ++k) marks[k] |= differing(before + 64 * k, after + 64 * k);
+  for (size_t k = 0; k < whole; ++k) marks[k] |= not_zero(differs + 64 * k);
   if (const size_t rest = numel % 64) {
-    uint16_t was[64] = {}, is[64] = {};
-    __builtin_memcpy(was, before + 64 * whole, rest * sizeof *was);
-    __builtin_memcpy(is, after + 64 * whole, rest * sizeof *is);
-    marks[whole] |= differing(was, is);
+    uint16_t last[64] = {};
+    __builtin_memcpy(last, differs + 64 * whole, rest * sizeof *last);
+    marks[whole] |= not_zero(last);
   }
 }
 
-int64_t marked(const uint64_t* marks, size_t count, int64_t* out) {
-  int64_t found = 0;
-  for (size_t k = 0; k < count; ++k) {
-    if (!out) found += __builtin_popcountll(marks[k]);
-    for (uint64_t rest = out ? marks[k] : 0; rest != 0; rest &= rest - 1) {
-      out[found++] = static_cast<int64_t>(64 * k) + __builtin_ctzll(rest);
-    }
-  }
+size_t num_marked(const uint64_t* marks, size_t count) {
+  size_t found = 0;
+  for (size_t k = 0; k < count; ++k) found += static_cast<size_t>(__builtin_popcountll(marks[k]));
   return found;
+}
+
+// Few bits of a word are set, as a rule: the first two are looked up without a jump that would be guessed wrong.
+template <class Index>
+void marked(const uint64_t* __restrict marks, size_t count, int64_t first, const uint16_t* __restrict source,
+            Index* __restrict indices, uint16_t* __restrict values) {
+  constexpr size_t kWords = 64;
+  uint16_t found[64 * kWords + 2];
+  for (size_t done = 0; done < count; done += kWords) {
+    const size_t end = done + kWords < count ? done + kWords : count, begin = 64 * done;
+    size_t num = 0;
+    for (size_t k = done; k < end; ++k) {
+      uint64_t rest = marks[k];
+      const size_t next = num + static_cast<size_t>(__builtin_popcountll(rest)), base = 64 * (k - done);
+      for (;;) {
+        found[num] = static_cast<uint16_t>(base + static_cast<size_t>(__builtin_ctzll(rest | uint64_t{1} << 63)));
+        rest &= rest - 1;
+        found[num + 1] = static_cast<uint16_t>(base + static_cast<size_t>(__builtin_ctzll(rest | uint64_t{1} << 63)));
+        rest &= rest - 1;
+        if (rest == 0) break;
+        num += 2;
+      }
+      num = next;
+    }
+    for (size_t j = 0; j < num; ++j) {
+      indices[j] = static_cast<Index>(first + static_cast<int64_t>(begin)) + static_cast<Index>(found[j]);
+    }
+    indices += num;
+    if (!source) continue;
+    for (size_t j = 0; j < num; ++j) values[j] = source[begin + found[j]];
+    values += num;
+  }
 }
 
 }  // namespace
@@ -373,8 +411,10 @@ const KernelTable CONCAT(kernels_, KERNEL_ISA) = {
     .fp32_to_fp16 = fp32_to_fp16_run,
     .absorb = absorb,
     .sq_sum = {sq_sum<Fp32Grad>, sq_sum<Bf16Grad>, sq_sum<Fp16Grad>},
-    .mark_changed = mark_changed,
-    .marked = marked,
+    .mark = mark,
+    .num_marked = num_marked,
+    .marked = marked<int32_t>,
+    .marked_wide = marked<int64_t>,
 };
 
 }  // namespace optim

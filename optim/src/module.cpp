@@ -137,7 +137,9 @@ void bind_functions(nb::module_& m) {
   m.def("grad_sq_sums", &grad_sq_sums, "pool"_a, "isa"_a, "addresses"_a, "grad_dtypes"_a, "numels"_a, "out"_a,
         ReleaseGil());
   m.def("mark_changed", &mark_changed, "pool"_a, "isa"_a, "before"_a, "after"_a, "numel"_a, "marks"_a, ReleaseGil());
-  m.def("marked", &marked, "isa"_a, "marks"_a, "numel"_a, "out"_a, ReleaseGil());
+  m.def("num_marked", &num_marked, "isa"_a, "marks"_a, "numel"_a, ReleaseGil());
+  m.def("marked", &marked, "pool"_a, "isa"_a, "marks"_a, "numel"_a, "first"_a, "source"_a, "indices"_a, "index_size"_a,
+        "values"_a, "count"_a, ReleaseGil());
   m.def("ordered_sum", &ordered_sum, "address"_a, "numel"_a, ReleaseGil());
 }
 

@@ -204,7 +204,9 @@ class ParamTable:
         return record
 
     def drop(self, first: int) -> None:
-        """Forget the records from index `first` on, as far as they were taken on."""
+        """Forget the records from index `first` on, as far as they were taken on, and versions if these have marks."""
+        if any(self.marks.has(record.index) for record in self._records[first:]):
+            self.marks.forget()
         for key in [key for key, record in self._by_id.items() if record.index >= first]:
             del self._by_id[key]
         del self._records[first:]

@@ -1,6 +1,6 @@
 """Take what has changed of weights since a version: values at indices, or whole weights where that is less."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nvme_offload.offload._torch_private import local_tensor
+from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.offload.weights.patch import WeightChange, WeightPatch
 from nvme_offload.offload.weights.writer import weight_items
 from nvme_offload.optim.access.same_values import bits_of
-from nvme_offload.optim.kernels import marked, num_marked
+from nvme_offload.optim.kernels import num_marked
 from nvme_offload.optim.layout.flat import flat_view
 from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.layout.master import MasterForm
@@ -26,11 +27,12 @@ from nvme_offload.optim.state.condition import Need
 from nvme_offload.optim.state.slots import Residency
 from nvme_offload.optim.state.table import ParamRecord
 from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.weights.published import kinds_of
+from nvme_offload.optim.weights.published import Conversion, kinds_of
 from nvme_offload.optim.weights.whole import Sources, checked_cast, dtypes_in_files, planned
 
 _ALL = -1  # in place of a number of elements
 _INT32 = 2**31
+_TOGETHER = 16 << 20  # bytes of changes that ranks exchange at a time
 
 
 def version_of(body: StateBody, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:
@@ -83,14 +85,17 @@ def patch_of(
         if marks.changes != changes:
             raise StateError("weights(since=...)", "the weights as they were when it was called", "a change since then")
 
+    def sparse_bytes(conversion: Conversion) -> int | None:
+        first = conversion.sources[0]
+        return asked.sparse_bytes(first, num_changed[first]) if conversion.revert is None else None
+
     def go_through() -> Iterator[WeightChange]:
-        for conversion in conversions:
+        changed = (conversion for conversion in conversions if any(num_changed[name] for name in conversion.sources))
+        for some in _in_batches(changed, sparse_bytes):
             check()
-            first = conversion.sources[0]
-            if not any(num_changed[name] for name in conversion.sources):
-                continue
-            if conversion.revert is None and num_changed[first] != _ALL and asked.is_less(first, num_changed[first]):
-                yield asked.sparse(first)._replace(name=next(iter(conversion.made)))
+            conversion = some[0]
+            if sparse_bytes(conversion) is not None:
+                yield from asked.sparse({each.sources[0]: next(iter(each.made)) for each in some})
                 continue
             with torch.no_grad():
                 made = conversion.values(lambda name: sources.whole(name, dtypes[name]))
@@ -103,6 +108,24 @@ def patch_of(
             marks.restart(version, {name: _digest_of(body, tensors[name], known) for name, known in digests.items()})
 
     return WeightPatch(None if reason else since, version, reason, kinds, go_through())
+
+
+def _in_batches(
+    conversions: Iterable[Conversion], sparse_bytes: Callable[[Conversion], int | None]
+) -> Iterator[list[Conversion]]:
+    """Yield conversions in their order: those that are sparse some MiB at a time, and each other one alone."""
+    batch, size = list[Conversion](), 0
+    for conversion in conversions:
+        own = sparse_bytes(conversion)
+        if batch and (own is None or size + own > _TOGETHER):
+            yield batch
+            batch, size = [], 0
+        if own is None:
+            yield [conversion]
+        else:
+            batch, size = [*batch, conversion], size + own
+    if batch:
+        yield batch
 
 
 def _why_unknown(since: str, *, is_begun: bool) -> str:
@@ -138,7 +161,7 @@ def _begin(body: StateBody) -> None:
         if not is_born:  # what was born has sums of what its last update left
             record.note_written(run, record.copy_of(run), body.kernels, on_device=on_device)
     for index in new:
-        marks.begin(index, body.table[index].param.numel())
+        marks.begin(index, Part.of(body.table[index].leaf))
 
 
 def _note_edits(body: StateBody) -> None:
@@ -202,56 +225,55 @@ class _Asked(NamedTuple):
         is_plain = not isinstance(tensor, DTensor) or all(type(at) in (Shard, Replicate) for at in tensor.placements)
         return found if is_plain or not found else _ALL
 
-    def is_less(self, name: str, num_changed: int) -> bool:
-        """Return whether values with their indices are fewer bytes than all values."""
+    def sparse_bytes(self, name: str, num_changed: int) -> int | None:
+        """Return the bytes of values with their indices, if they are fewer than those of all values."""
         numel, itemsize = self.tensors[name].numel(), self.dtypes[name].itemsize
-        return num_changed * (itemsize + self._index_dtype(name).itemsize) < numel * itemsize
+        size = num_changed * (itemsize + self._index_dtype(name).itemsize)
+        return size if num_changed != _ALL and size < numel * itemsize else None
 
-    def sparse(self, name: str) -> WeightChange:
-        """Return the elements that have changed, of all ranks. Collective."""
-        tensor = self.tensors[name]
-        of_all = gather(on_every_rank(partial(self._here, name), self.group), self.group)
-        found = [*of_all.values()] if isinstance(tensor, DTensor) else [next(iter(of_all.values()))]
-        indices, values = (torch.cat(each) for each in zip(*found, strict=True))
-        if len(found) > 1:
-            indices, order = indices.sort()
-            first = torch.ones_like(indices, dtype=torch.bool)
-            first[1:] = indices[1:] != indices[:-1]  # ranks may have copies
-            indices, values = indices[first], values[order[first]]
-        return WeightChange(name, tuple(tensor.shape), self.dtypes[name], values, indices.to(self._index_dtype(name)))
+    def sparse(self, names: Mapping[str, str]) -> Iterator[WeightChange]:
+        """Yield the elements that have changed, of all ranks; `names` says what each is called. Collective."""
+        of_all = gather(on_every_rank(partial(self._here, names), self.group), self.group)
+        for name, published in names.items():
+            tensor, found = self.tensors[name], [of_one.pop(name) for of_one in of_all.values()]
+            indices, values = found[0]
+            if len(found) > 1 and isinstance(tensor, DTensor):
+                indices, values = (torch.cat(each) for each in zip(*found, strict=True))
+                indices, order = indices.sort()
+                first = torch.ones_like(indices, dtype=torch.bool)
+                first[1:] = indices[1:] != indices[:-1]  # ranks may have copies
+                indices, values = indices[first], values[order[first]]
+            yield WeightChange(published, tuple(tensor.shape), self.dtypes[name], values, indices)
 
     def _index_dtype(self, name: str) -> torch.dtype:
         return torch.int32 if self.tensors[name].numel() < _INT32 else torch.int64
 
-    def _here(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where this rank's part has changed, in row-major order of the whole tensor, and the values."""
-        tensor, parts, dtype = self.tensors[name], parts_of(self.tensors[name]), self.dtypes[name]
-        record = self.body.table.of(tensor)
-        at = marked(self.body.table.marks.collected(record.index), record.param.numel())
-        if parts is None:
-            flat = flat_view(local_tensor(tensor.detach()))
-            values = flat[at.to(flat.device)].cpu()
-        else:
-            with parts.between_steps(), parts.held(change=False) as flat:
-                values = flat[at.to(flat.device)].cpu()
-            if dtype is torch.float16 and parts.is_in_state and values.isinf().any():
-                raise ValueError(f"{name} has weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32")
-        part = Part.of(tensor)
-        indices, is_in_order = _in_rows(part, at), [*part.order] == sorted(part.order)
-        if not is_in_order:
+    def _here(self, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return where this rank's part of each has changed, in row-major order of the whole tensor, and the values."""
+        found = {}
+        for name in names:
+            tensor, parts, dtype = self.tensors[name], parts_of(self.tensors[name]), self.dtypes[name]
+            if parts is None:
+                indices, values = self._found(name, flat_view(local_tensor(tensor.detach())))
+            else:
+                with parts.between_steps(), parts.held(change=False) as flat:
+                    indices, values = self._found(name, flat)
+                if dtype is torch.float16 and parts.is_in_state and values.isinf().any():
+                    too_large = "weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32"
+                    raise ValueError(f"{name} has {too_large}")
+            found[name] = indices, checked_cast(name, values, dtype)
+        return found
+
+    def _found(self, name: str, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where a part has changed, and its values there; `flat` is its memory, perhaps with padding behind."""
+        record, marks, dtype = self.body.table.of(self.tensors[name]), self.body.table.marks, self._index_dtype(name)
+        part, numel, kernels = marks.parts[record.index], record.param.numel(), self.body.kernels
+        of_part = marks.collected(record.index)
+        if part.is_rows and is_host(flat.device):
+            return kernels.marked(of_part, numel, flat[:numel], first=part.first, wide=dtype is torch.int64)
+        at, _ = kernels.marked(of_part, numel)
+        indices, values = part.in_rows(at), flat[at.to(flat.device)].cpu()
+        if [*part.order] != sorted(part.order):
             indices, order = indices.sort()
             values = values[order]
-        return indices, checked_cast(name, values, dtype)
-
-
-def _in_rows(part: Part, at: torch.Tensor) -> torch.Tensor:
-    """Return where elements of a part, in their order of memory, are in the whole tensor in row-major order."""
-    indices, rest, strides = torch.zeros_like(at), at, torch.empty(part.whole, device="meta").stride()
-    if [*part.order] == sorted(part.order) and part.shape[1:] == part.whole[1:]:  # rows, as FSDP2 cuts them
-        return at + part.offsets[0] * strides[0] if part.order else at
-    for place, dim in enumerate(reversed(part.order)):
-        is_last = place == len(part.order) - 1
-        own = rest if is_last else rest % part.shape[dim]
-        indices = indices + (own + part.offsets[dim]) * strides[dim]
-        rest = rest if is_last else rest // part.shape[dim]
-    return indices
+        return indices.to(dtype), values

@@ -122,11 +122,13 @@ def test_marks_say_which_words_updates_changed_until_they_are_taken_away(pool, f
         grad = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < 0.1)
         state.update(pool, grad, scalars_at(step, lr=1e-5, weight_decay=0.0), marks=marks)
         expected |= before.view(torch.int16) != state.param.view(torch.int16)
-        assert torch.equal(kernels.marked(marks, numel), expected.nonzero().flatten())
+        indices, values = pool.marked(marks, numel, state.param, first=70, wide=step == 1)
+        assert torch.equal(indices, (expected.nonzero().flatten() + 70).to(indices.dtype))
+        assert torch.equal(values.view(torch.int16), state.param[expected].view(torch.int16))
         assert 0 < kernels.num_marked(marks, numel) == int(expected.sum()) < numel
         own = torch.zeros_like(marks)
         pool.mark_changed(before, state.param, own)
-        assert torch.equal(kernels.marked(own, numel), (before != state.param).nonzero().flatten())
+        assert torch.equal(pool.marked(own, numel)[0], (before != state.param).nonzero().flatten())
     with pytest.raises(ValueError, match="marks are of 16-bit parameters alone"):
         State.of(np.zeros(64, np.float32), MasterForm.ITSELF).update(
             pool, torch.ones(64), scalars_at(1), marks=marks[:1]

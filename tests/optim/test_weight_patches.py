@@ -127,6 +127,24 @@ def test_what_is_unknown_gives_all_weights_and_says_why(tmp_path):
             assert optimizer.weights(model, since=taken.version).since is None
 
 
+@pytest.mark.parametrize("shapes", ["the same", "others"])
+def test_parameters_that_are_exchanged_before_the_first_step_are_sent_whole(shapes, tmp_path):
+    model = Small(torch.bfloat16)
+    with OffloadAdamW(model.parameters(), lr=1e-5, offload=section(tmp_path)) as optimizer:
+        version = optimizer.weights_version
+        for name, param in list(model.named_parameters()):
+            numel = 1 if shapes == "the same" else 2
+            other = nn.Parameter(torch.randn(numel, *param.shape).squeeze(0).to(param.dtype), param.requires_grad)
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], other)
+        optimizer.param_groups[0]["params"] = list(model.parameters())[::-1]
+        take_step(model, optimizer, 0) if shapes == "the same" else None
+        with pytest.warns(RuntimeWarning, match="so the patch has all weights"):
+            patch = optimizer.weights(model, since=version)
+        have, _ = patched({}, patch)
+        assert all(torch.equal(bits(have[name]), bits(value)) for name, value in model.state_dict().items())
+        assert optimizer.weights(model, since=patch.version).since == patch.version
+
+
 def test_a_resumed_run_knows_the_version_of_its_commit(tmp_path):
     def made():
         torch.manual_seed(0)

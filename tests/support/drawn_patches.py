@@ -148,11 +148,13 @@ def main(arguments=None):
     parser.add_argument("folder", type=Path)
     parser.add_argument("--chains", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, help="of all chains; drawn, if it is left out")
     parser.add_argument("--case", type=ast.literal_eval, help="as it was printed")
     given = parser.parse_args(arguments)
-    cases = [given.case] if given.case else drawn(random.Random(given.seed), given.chains)
+    fixed = {} if given.ranks is None else {"ranks": given.ranks}
+    cases = [given.case] if given.case else drawn(random.Random(given.seed), given.chains, **fixed)
     report = {"chains": 0, "refused": 0, "wrong": 0, "sparse changes": 0}
-    for ranks in (1, 2):
+    for ranks in sorted({case["ranks"] for case, _ in cases}):
         alike = [case for case in cases if case[0]["ranks"] == ranks]
         for first in range(0, len(alike), AT_ONCE):
             part = alike[first : first + AT_ONCE]

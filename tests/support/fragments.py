@@ -4,13 +4,16 @@ A function of a page yields before each of its blocks the names that the block t
 block makes are in `names` when it goes on.
 """
 
+import copy
 import itertools
 import json
 import os
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -172,9 +175,69 @@ def watching(names, drive):
     assert type(names["metrics"]["state_bytes"]) is kinds["Gauge"]
 
 
+@dataclass
+class SparseWeightPatch:
+    """Has the fields of vLLM's, in their order, and is refused where its engine refuses one (`_validate_patch`)."""
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+    full_shape: tuple[int, ...]
+
+    def __post_init__(self):
+        assert (self.indices.dtype, self.indices.ndim, self.values.ndim) == (torch.int32, 1, 1)
+        assert self.indices.numel() == self.values.numel()
+
+
+class SparseServer:
+    """The model of an inference server, behind what vLLM's sparse trainer engine and TRL's client offer."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, []
+
+    def send_weights(self, patches=None):
+        weights = self.model.state_dict()
+        for each in patches:
+            assert weights[each.name].shape == each.full_shape
+            weights[each.name].view(-1)[each.indices.long()] = each.values
+        self.calls.append("send")
+
+    def pause(self, timeout=1800):
+        self.calls.append("pause")
+
+    def resume(self, timeout=1800):
+        self.calls.append("resume")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+def weights(names, drive):
+    model = small().bfloat16()
+    server = SparseServer(copy.deepcopy(model))
+    engines = ModuleType("vllm.distributed.weight_transfer.sparse_nccl_engine")
+    engines.SparseWeightPatch = SparseWeightPatch
+    with patch.dict(sys.modules, {engines.__name__: engines}):
+        yield {}
+    with OffloadAdamW(model.parameters(), lr=1e-4, offload=write_section(drive)) as optimizer:
+        transfer = names["PatchTransfer"](model, optimizer, server, lambda: server, "cpu")
+        transfer.init_weight_transfer()
+        for _ in range(2):
+            model(torch.randn(4, 8).bfloat16()).square().mean().backward()
+            optimizer.step()
+            transfer.pause()
+            transfer.send_weights(iter(()))
+            transfer.resume()
+            ours, theirs = model.state_dict(), server.model.state_dict()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        transfer.destroy()
+    assert server.calls == ["pause", "send", "resume"] * 2 + ["shutdown"]
+
+
 PAGES = {
     "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
     "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding, "docs/watching.md": watching,
+    "docs/weights.md": weights,
 }  # fmt: skip
 ELSEWHERE = {
     "docs/hosts.md": "tests/test_hosts.py",
