@@ -4,14 +4,12 @@ A version is a text that stands for all weights as they were when it was read. T
 first of the `known` versions was, perhaps more: so they lead on from each of these. Nothing is marked before `begin`.
 """
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 
-from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.layout.master import MARKS_IN_WORD, TILE_NUMEL, num_marks
 from nvme_offload.optim.layout.subgroup import Run
 
@@ -24,8 +22,6 @@ class WeightMarks:
         """The versions from which the marks lead on."""
         self.digests: dict[str, object] = {}
         """Tensors that have no marks were these at the first known version, by name."""
-        self.parts: dict[int, Part] = {}
-        """The parts of parameters that have marks, by index: torch computes them with tensors."""
         self.num_begun = 0
         """Another number whenever marks of parameters begin or end."""
         self.updates: Counter[int] = Counter()
@@ -75,10 +71,9 @@ class WeightMarks:
         self._on_host, self._on_device = {}, {}
         self.num_begun += 1  # what was is gone
 
-    def begin(self, index: int, part: Part) -> None:
-        """Begin to mark what changes of this rank's part of a parameter."""
-        self._on_host[index] = torch.zeros(num_marks(math.prod(part.shape)), dtype=torch.int64, device="cpu")
-        self.parts[index] = part
+    def begin(self, index: int, numel: int) -> None:
+        """Begin to mark what changes of a parameter."""
+        self._on_host[index] = torch.zeros(num_marks(numel), dtype=torch.int64, device="cpu")
         self.num_begun += 1
 
     def has(self, index: int) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from nvme_offload.optim.weights.whole import Sources, checked_cast, dtypes_in_fi
 _ALL = -1  # in place of a number of elements
 _INT32 = 2**31
 _TOGETHER = 16 << 20  # bytes of changes that ranks exchange at a time
+_parts: WeakKeyDictionary[ParamRecord, Part] = WeakKeyDictionary()
+"""The parts of parameters that this rank has, once they were asked for: torch computes them with tensors."""
 
 
 def version_of(body: StateBody, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:
@@ -161,7 +164,7 @@ def _begin(body: StateBody) -> None:
         if not is_born:  # what was born has sums of what its last update left
             record.note_written(run, record.copy_of(run), body.kernels, on_device=on_device)
     for index in new:
-        marks.begin(index, Part.of(body.table[index].leaf))
+        marks.begin(index, body.table[index].param.numel())
 
 
 def _note_edits(body: StateBody) -> None:
@@ -184,6 +187,12 @@ def _plain_runs(body: StateBody, indices: set[int]) -> Iterator[tuple[ParamRecor
     for index in plain:
         if not body.table[index].is_placed:
             yield body.table[index], Run(index, 0, body.table[index].param.numel(), 0), False, False
+
+
+def _part_of(record: ParamRecord) -> Part:
+    if record not in _parts:
+        _parts[record] = Part.of(record.leaf)
+    return _parts[record]
 
 
 def _digest_of(body: StateBody, tensor: torch.Tensor, known: object = None) -> object:
@@ -267,7 +276,7 @@ class _Asked(NamedTuple):
     def _found(self, name: str, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a part has changed, and its values there; `flat` is its memory, perhaps with padding behind."""
         record, marks, dtype = self.body.table.of(self.tensors[name]), self.body.table.marks, self._index_dtype(name)
-        part, numel, kernels = marks.parts[record.index], record.param.numel(), self.body.kernels
+        part, numel, kernels = _part_of(record), record.param.numel(), self.body.kernels
         of_part = marks.collected(record.index)
         if part.is_rows and is_host(flat.device):
             return kernels.marked(of_part, numel, flat[:numel], first=part.first, wide=dtype is torch.int64)

@@ -1,10 +1,16 @@
 """A parked trainer has given its memory back, loses nothing, and wakes with the next forward."""
 
+import random
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
 from nvme_offload import FaultSpec, OffloadAdamW, StateError, initialize
 from tests.optim.state.test_on_device import take_step
+from tests.support.forked import ROOT
 from tests.support.interrupts import every, send_sigint, strided, struck
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, Model, loss_of, section
@@ -137,3 +143,58 @@ def test_a_full_disk_stops_park_and_loses_nothing(tmp_path):
                     refused += 1
         assert refused > 0
         assert_as_in_memory(params, optimizer, 8)
+
+
+def durable(folder):
+    config = plain_section(folder, sub_group_size=65536)
+    config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": 3}
+    return config
+
+
+PARKS = """
+import sys
+from pathlib import Path
+from tests.optim.test_park import durable, made, set_grads
+params, optimizer = made(durable(Path(sys.argv[1])))
+with optimizer:
+    found = optimizer.resume()
+    for step in range(found[0] if found else 0, 10_000):
+        set_grads(params, step)
+        optimizer.step()
+        optimizer.park()
+        print(step, flush=True)
+        if step % 2:
+            optimizer.wake()
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_trainer_that_is_killed_while_it_parks_or_wakes_goes_on_from_its_run(kills, tmp_path):
+    chance, steps_said = random.Random(0), -1
+    for _ in range(kills):
+        with subprocess.Popen([sys.executable, "-c", PARKS, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as trainer:
+            steps_said = max(steps_said, int([trainer.stdout.readline() for _ in range(chance.randrange(1, 6))][-1]))
+            time.sleep(chance.random() * 0.02)
+            trainer.kill()
+            steps_said = max(steps_said, *(int(line) for line in trainer.stdout if line.endswith(b"\n")), -1)
+        params, optimizer = made(durable(tmp_path))
+        with optimizer:
+            step, _ = optimizer.resume()
+            assert steps_said + 1 <= step <= steps_said + 2, "what was parked is on the drive"
+            assert_as_in_memory(params, optimizer, step)
+
+
+def test_a_durable_run_parks_and_wakes_without_a_byte_of_the_drive(tmp_path):
+    params, optimizer = made(durable(tmp_path))
+    with optimizer:
+        for step in range(4):
+            set_grads(params, step)
+            optimizer.step()
+            optimizer.synchronize()
+            before = optimizer.stats()
+            optimizer.park()
+            optimizer.wake()
+            after = optimizer.stats()
+            assert (after.bytes_written, after.bytes_read) == (before.bytes_written, before.bytes_read)
+        assert before.bytes_written > 0
+        assert_as_in_memory(params, optimizer, 4)
