@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import status_field
@@ -30,7 +31,7 @@ from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import GB, TB, GiB, KiB, MiB
 from nvme_offload.optim.tiers.units import STAGING
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.experiments.training import SleepingModel, Training
+from nvme_offload.perf.experiments.training import SleepingLayer, Training, sleep
 from nvme_offload.perf.measure.machine import (
     peak_resident_bytes,
     reset_peak_resident_bytes,
@@ -57,6 +58,45 @@ COMPUTING, COUNT, ROUNDS, MOST_MOVING = 3.0, 2, 2, 2.0
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 * KiB), "MALLOC_TRIM_THRESHOLD_": str(64 * KiB)}
 """Without it malloc keeps freed tensors of such small layers: 50 MiB beside 23 that are planned."""
 LIMITS = {"memory": 0.10, "bytes": 0.02, "seconds": 0.15}
+
+
+class SmallLayer(SleepingLayer):
+    """A layer whose matrix is frozen where it has a `rank`: a product of two thin ones beside it is trained then."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(WIDTH)
+        self.weight.requires_grad_(not rank)
+        thin = (nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)) if rank else ()
+        self.adapter = nn.Sequential(*thin)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [..., width], as a layer without adapters has it, and what they give."""
+        return super().forward(hidden) + (self.adapter(hidden) if len(self.adapter) else 0)
+
+
+class SmallModel(nn.Module):
+    """An embedding, layers that sleep, and a head; all but adapters is frozen where there are any."""
+
+    def __init__(self, layers: int, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, WIDTH).requires_grad_(not rank)
+        self.layers = nn.ModuleList(SmallLayer(rank) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, vocab, bias=False).requires_grad_(not rank)
+        self.vocab, self.head_seconds = vocab, 0.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, vocab] of tokens [tokens]."""
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: torch.Tensor = self.head(sleep(hidden, self.head_seconds))
+        return logits
+
+    def compute_for(self, seconds: float, of_head: float) -> None:
+        """Let forward and backward together take so long, in the head this share of it."""
+        self.head_seconds = seconds * of_head
+        for layer in self.layers:
+            layer.seconds = seconds * (1 - of_head) / len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -113,11 +153,11 @@ class HandMachine:
         """Tokens of a small micro-batch: all hidden states of a step together are as large beside a layer."""
         return min(MOST_TOKENS, math.ceil(TOKENS * MICRO_BATCHES / FEW * self.shape.hidden_size * self.part / WIDTH))
 
-    def small_model(self) -> SleepingModel:
+    def small_model(self) -> SmallModel:
         """A model of the same shape, on meta."""
         vocab = round(self.part * self.shape.vocab_size * self.shape.hidden_size / WIDTH)
         with torch.device("meta"):
-            model = SleepingModel(WIDTH, self.shape.num_layers, vocab, RANK if self.shape.adapters else 0)
+            model = SmallModel(self.shape.num_layers, vocab, RANK if self.shape.adapters else 0)
         return model.bfloat16() if self.shape.adapters else model
 
     def small_shape(self) -> ModelShape:
@@ -174,7 +214,7 @@ def train(case: HandMachine, compute: float, folder: Path) -> dict[str, Any]:
     weights = folder / "model.safetensors"
     save_file({name: 0.02 * torch.randn(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}, weights)
     rank = RANK if case.shape.adapters else 0
-    with Training(SleepingModel(WIDTH, 2, WIDTH, rank), torch.arange(case.tokens), job.config):
+    with Training(SmallModel(2, WIDTH, rank), torch.arange(case.tokens), job.config):
         pass  # what torch and the libraries take once and for all
     before = settled_resident_bytes()
     batch = torch.randint(model.vocab, (case.tokens,))

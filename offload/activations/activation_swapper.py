@@ -217,7 +217,7 @@ class ActivationSwapper(AbstractContextManager["ActivationSwapper"]):
         check_blocks(model, found, self.config)
         if self.config.keep == "all":
             found = []
-        self._store: ActivationStore | CountingStore = CountingStore() if choose else _store_of(config, faults)
+        self._store = CountingStore() if choose else _store_of(config, faults)
         keeps: dict[str, Callable[[], Any]] = {}
         if self.config.keep == "attention":
             keeps["contexts"] = lambda: AttentionResults(self.keep).contexts()

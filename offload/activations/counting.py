@@ -1,19 +1,20 @@
 """Counts what a forward saves, and leaves it where it is."""
 
-from collections.abc import Hashable, Iterable
+import logging
+from collections.abc import Hashable
 
 import torch
 
 from nvme_offload.offload._torch_private import storage_identity
-from nvme_offload.offload.activations.kept import ActivationStats
+from nvme_offload.offload.activations.store import ActivationStore
+from nvme_offload.offload.host.page_locks import PageLocks
 
 
-class CountingStore:
-    """Stands in for an `ActivationStore` until it is known what is kept: it knows how much would be."""
-
-    tier = None
+class CountingStore(ActivationStore):
+    """A store without room, until it is known what is kept: it knows how much would be."""
 
     def __init__(self) -> None:
+        super().__init__(None, 0, PageLocks(False, logging.getLogger(__name__).warning))
         self._sizes: dict[Hashable, int] = {}
 
     @property
@@ -29,19 +30,3 @@ class CountingStore:
     def moves_from(self, device: torch.device) -> bool:
         """Whether tensors of a device are counted: all are."""
         return True
-
-    def begin(self) -> None:
-        """Begin a forward."""
-
-    def announce(self, handles: Iterable[object]) -> None:
-        """Nothing is read."""
-
-    def park(self) -> None:
-        """Nothing is held."""
-
-    def stats(self) -> ActivationStats:
-        """Nothing was kept."""
-        return ActivationStats(host_budget=0)
-
-    def close(self) -> None:
-        """Nothing is left behind."""

@@ -31,24 +31,16 @@ class _Wait(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """A square matrix, and the time that a layer of a real model would compute.
+    """A square matrix, and the time that a layer of a real model would compute."""
 
-    With a `rank` the matrix is frozen, and a product of two thin ones beside it is trained.
-    """
-
-    def __init__(self, width: int, rank: int = 0) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Linear(width, width, bias=False).requires_grad_(not rank)
-        thin = (nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)) if rank else ()
-        self.adapter = nn.Sequential(*thin)
+        self.weight = nn.Linear(width, width, bias=False)
         self.seconds = 0.0  # the time of forward and backward together
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden`` [..., width] and a little more, without a product, which takes time; sleeps, in backward too."""
-        change = sleep(hidden, self.seconds) * self.weight.weight.mean(0)
-        if len(self.adapter):
-            change = change + self.adapter(hidden)
-        return hidden + _NARROW * torch.tanh(change)
+        return hidden + _NARROW * torch.tanh(sleep(hidden, self.seconds) * self.weight.weight.mean(0))
 
 
 def sleep(hidden: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -59,32 +51,23 @@ def sleep(hidden: torch.Tensor, seconds: float) -> torch.Tensor:
 
 
 class SleepingModel(nn.Module):
-    """As many parameters as `count` square matrices of this width; one subgroup each.
+    """As many parameters as `count` square matrices of this width; one subgroup each."""
 
-    With a `vocab` there are an embedding before them and a head behind them; `rank` is of adapters.
-    """
-
-    def __init__(self, width: int, count: int, vocab: int = 0, rank: int = 0) -> None:
+    def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, width).requires_grad_(not rank) if vocab else nn.Identity()
-        self.layers = nn.ModuleList(SleepingLayer(width, rank) for _ in range(count))
-        self.head = nn.Linear(width, vocab, bias=False).requires_grad_(not rank) if vocab else nn.Identity()
-        self.vocab, self.head_seconds = vocab, 0.0
+        self.layers = nn.ModuleList(SleepingLayer(width) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, width] after the last layer; or the head's [tokens, vocab] of tokens [tokens]."""
-        hidden = self.embedding(hidden)
+        """Hidden states [tokens, width] after the last layer."""
         for layer in self.layers:
             hidden = layer(hidden)
-        head: torch.Tensor = self.head(sleep(hidden, self.head_seconds))
-        return head
+        return hidden
 
-    def compute_for(self, seconds: float, of_head: float = 0.0) -> None:
-        """Let forward and backward together take so long, in the head this share of it."""
-        self.head_seconds = seconds * of_head
+    def compute_for(self, seconds: float) -> None:
+        """Let forward and backward together take so long."""
         for layer in self.layers:
             assert isinstance(layer, SleepingLayer)
-            layer.seconds = seconds * (1 - of_head) / len(self.layers)
+            layer.seconds = seconds / len(self.layers)
 
 
 class Training(AbstractContextManager["Training"]):
