@@ -246,11 +246,12 @@ def test_what_people_have_holds_what_they_train(model, card, host):
 def test_the_section_for_what_people_have_takes_what_its_plan_says(number):
     """A small model of the same shape runs with it, in a process of its own; its budgets are as small beside it."""
     figures = plan_machines.in_child(number, compute=0.0)
+    two_blocks = 2 * plan_machines.BLOCK_BYTES + 2**16
     for what in "memory", "bytes":
         planned, measured = figures[what]
-        assert measured == pytest.approx(planned, rel=plan_machines.LIMITS[what]), what
+        assert measured == pytest.approx(planned, rel=plan_machines.LIMITS[what], abs=two_blocks), what
     for place, planned, found in figures["places"]:
-        assert found == pytest.approx(planned, rel=0.1, abs=2**16), place
+        assert found == pytest.approx(planned, rel=0.1, abs=two_blocks), place
 
 
 @pytest.mark.parametrize(("said", "tokens"), [
