@@ -188,7 +188,7 @@ class HandMachine:
             budgets["host_budget"] = max(4 * KiB, round(config.host_budget * part))
         if config.activations.device == "nvme":
             assert isinstance(config.activations.host_budget, int)
-            budget = max(4 * KiB, round(config.activations.host_budget * job.kept_bytes / large.kept_bytes))
+            budget = max(4 * KiB, round(config.activations.host_budget * job.boundaries_bytes / large.boundaries_bytes))
             budgets["activations"] = config.activations.model_copy(update={"host_budget": budget, "min_bytes": KiB})
         return job.with_keys(**budgets)
 
