@@ -231,7 +231,7 @@ def write_fake(folder: Path, name: str, layers: int | None) -> None:
                 tensors[f"{at}{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
             tensors |= {f"{at}mlp.router.weight": matrix(experts, width), f"{at}mlp.router.bias": matrix(experts)}
             for part, rows in (("gate_up_proj", 2 * width), ("down_proj", width)):
-                codes = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+                codes = torch.randint(-(1 << 63), (1 << 63) - 1, (experts, rows, width // 32, 2)).view(torch.uint8)
                 scales = torch.randint(118, 121, (experts, rows, width // 32), dtype=torch.uint8)
                 named = {"blocks": codes, "scales": scales, "bias": matrix(experts, rows)}
                 tensors |= {f"{at}mlp.experts.{part}_{end}": tensor for end, tensor in named.items()}

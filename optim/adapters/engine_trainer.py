@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.weights.reader import SafetensorsReader
-from nvme_offload.optim.access.full_values import set_full_param
+from nvme_offload.optim.access.full_values import get_full_param, set_full_param
 from nvme_offload.optim.adapters.figures import missing
 from nvme_offload.optim.checkpoint.peft_files import has_adapters
 from nvme_offload.optim.zero.engine import OffloadEngine
@@ -25,6 +28,9 @@ try:
 except ModuleNotFoundError as error:
     Trainer = missing("transformers, accelerate", error)  # type: ignore[misc, unused-ignore]
     AcceleratedOptimizer = object  # type: ignore[misc, assignment, unused-ignore]
+
+_FIRST = re.compile(r"\.lora_(embedding_)?A\.")
+"""Names of the first of the two matrices of a LoRA, whose second is zero when it begins."""
 
 
 class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -62,15 +68,8 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # accelerate puts nothing around it, and Trainer, who shifts smoothed labels by its name, finds the one of old.
         name = type(engine.module).__name__.removeprefix("FSDP")
         vars(engine.module).update(_is_accelerate_prepared=True, _get_name=partial(str, name))
-        try:
+        with _reference_without_a_copy(engine.module):
             super().__init__(model=engine.module, args=args, **given)
-        except RuntimeError as error:
-            if not (has_adapters(engine.module) and "mixed torch.Tensor and DTensor" in str(error)):  # torch's words
-                raise
-            raise ValueError(
-                "OffloadTrainer: this trainer copies adapters of a model that is sharded already, as DPOTrainer does "
-                "for its reference: give it a ref_model, or switch adapters off by disable_adapter() in your own loop"
-            ) from error
         for callback in self.callback_handler.callbacks:
             # It would save between backward and update, where a step is half done; it looks again at the step's end.
             if getattr(callback, "jit_manager", None) is not None:
@@ -166,6 +165,35 @@ class OffloadTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             for name, buffer in self.engine.module.named_buffers():
                 if name in weights.tensors:
                     buffer.copy_(weights.read(name).view(buffer.shape))
+
+
+@contextmanager
+def _reference_without_a_copy(model: Any) -> Iterator[None]:
+    """Have adapters switched off be the reference of TRL's trainers, which copy them to a new adapter ``ref``.
+
+    A sharded model gets no new parameters. The copy would add nothing where the adapters begin as zero; ValueError
+    where they do not.
+    """
+    if not has_adapters(model):
+        yield
+        return
+
+    def add(name: str, *_: Any, **__: Any) -> None:
+        trained = [(key, param) for key, param in model.named_parameters() if param.requires_grad]
+        if name != "ref" or any(not _FIRST.search(key) and get_full_param(param).any() for key, param in trained):
+            raise ValueError(
+                f"OffloadTrainer: this trainer copies adapters that are no zeros to a new one, {name!r}, and a sharded "
+                "model takes none: give it a ref_model, or switch adapters off by disable_adapter() in your own loop"
+            )
+        nowhere = SimpleNamespace(copy_=lambda _: None)
+        vars(model)["get_parameter"] = lambda _: SimpleNamespace(data=nowhere)
+
+    vars(model)["add_adapter"] = add
+    try:
+        yield
+    finally:
+        for name in ("add_adapter", "get_parameter"):
+            vars(model).pop(name, None)
 
 
 class _Steps(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]

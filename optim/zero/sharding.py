@@ -190,6 +190,14 @@ def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:
         records = [record for record in _torch_private.fsdp_params(module) if id(record) not in done]
         done.update(map(id, records))
         policies = {id(record): plan.policy_of(names[record.sharded_param]) for record in records}
+        trained = {
+            policies[id(one)].reduce_dtype: one.sharded_param for one in records if one.sharded_param.requires_grad
+        }
+        if len(trained) > 1:
+            why = f'are reduced together in {" and ".join(map(str, trained))}: write "communication_data_type": "fp32"'
+            raise ValueError(
+                f"initialize: gradients of {' and of '.join(names[one] for one in trained.values())} {why}"
+            )
         if len({policy.param_dtype for policy in policies.values()}) > 1:
             for record in records:
                 _fsdp_passes.gather_by_itself(record, policies[id(record)])
@@ -253,8 +261,13 @@ class _Grouping:
     def _sort(
         self, module: nn.Module, own: MixedPrecisionPolicy, others: dict[MixedPrecisionPolicy, dict[nn.Module, None]]
     ) -> None:
-        """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own."""
+        """Find the largest parts that have one other policy alone; what mixes them by itself is a unit of its own.
+
+        Parameters in a container, which nobody calls, are gathered with the unit, each in its own precision.
+        """
         for child in module.children():
+            if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
+                self._policies.update(dict.fromkeys(self._sharded(child.parameters(recurse=False)), own))
             policies = {self._policies[param] for param in self._sharded(params_outside(child, self._blocks))}
             if child in self._blocks or policies <= {own}:
                 continue

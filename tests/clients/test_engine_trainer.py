@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from nvme_offload import CheckpointError, ConfigError, OffloadAdamW, OffloadConfig, initialize
 from nvme_offload.adapters import OffloadTrainer, OffloadTrainerCallback
-from tests.clients.test_trainers import METHODS, tokenizer
+from tests.clients.test_trainers import METHODS, adapted, tokenizer
 from tests.support.accelerated import forget, sharding_on_cpu
 from tests.support.clients import WITH_A_LINE, client
 from tests.support.ranks import be_alone, run_ranks
@@ -135,12 +135,25 @@ def test_adapters_train_and_are_saved_as_peft_does(tmp_path):
         assert logged(trainer) == wanted[0]
         loaded = peft.PeftModel.from_pretrained(model(), trainer.state.best_model_checkpoint)
         assert_same(dict(engine.weights("fp32")), dict(loaded.named_parameters()))
-        trl, texts = pytest.importorskip("trl"), METHODS["DPO"]
-        mine = type("Mine", (OffloadTrainer, trl.DPOTrainer), {})
-        args = arguments(tmp_path, partial(trl.DPOConfig, bf16=False, **texts[1]))
-        given = {"train_dataset": pytest.importorskip("datasets").Dataset.from_list(texts[0])}
-        with pytest.raises(ValueError, match=r"copies adapters of a model that is sharded already.*disable_adapter"):
-            mine(engine, args, processing_class=tokenizer(), **given)
+
+
+@client("TRL", "`DPOTrainer` over an engine with adapters, whose reference is the base", WITH_A_LINE, BLOCKS)
+def test_the_reference_of_dpo_is_the_base_where_adapters_begin_as_zero(tmp_path):
+    """TRL itself copies them; what begins otherwise is refused."""
+    trl, (texts, special, _) = pytest.importorskip("trl", reason="make clients installs it"), METHODS["DPO"]
+    given = {"train_dataset": pytest.importorskip("datasets").Dataset.from_list(texts), "processing_class": tokenizer()}
+    args = arguments(tmp_path, partial(trl.DPOConfig, bf16=False, max_steps=3, **special))
+    mine = type("Mine", (OffloadTrainer, trl.DPOTrainer), {})
+    wanted = stock(args, adapted(), trl.DPOTrainer, **given)
+    for order in ("horizontal", "vertical"):
+        with engine_of(tmp_path, args, order, made=adapted()) as engine:
+            trainer = mine(engine, args, **given)
+            trainer.train()
+            assert logged(trainer) == wanted[0]
+            assert_same(dict(engine.weights("fp32")), {name: wanted[1][name] for name in dict(engine.weights("fp32"))})
+            assert "ref" not in engine.module.peft_config
+            with pytest.raises(ValueError, match=r"copies adapters that are no zeros to a new one, 'ref'.*ref_model"):
+                mine(engine, args, **given)
 
 
 @client("TRL", "its trainers over an engine, block by block", WITH_A_LINE, "`class Mine(OffloadTrainer, SFTTrainer)`")

@@ -156,10 +156,6 @@ MERGED = {
 }
 
 
-IN_FP32 = ("embedding", "tokens", "IA3")
-"""Their adapters are in a ParameterDict, which is never called; FSDP2 gathers fp32 parts of bf16 by calls."""
-
-
 @client("PEFT", "adapters merged into the weights of their base, a layer at a time, as files", WITH_A_LINE, MERGES)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", MERGED)
@@ -167,8 +163,6 @@ IN_FP32 = ("embedding", "tokens", "IA3")
 def test_a_merged_export_has_the_bits_of_peft(rank, world_size, kind, tmp_path):
     make, configs = MERGED[kind]
     for tier, dtype in itertools.product(TIERS, (torch.float32, torch.bfloat16)):
-        if dtype.itemsize == 2 and kind in IN_FP32:
-            continue
         folder, keys = tmp_path / f"{tier} {dtype}", {} if dtype.itemsize == 4 else BF16
         names = ["second", "default"][: len(configs)] if len(configs) > 1 else ["default"]
         with initialize(adapted(*configs, base=make(dtype)), section(tmp_path, tier) | keys) as engine:
@@ -186,6 +180,25 @@ def test_a_merged_export_has_the_bits_of_peft(rank, world_size, kind, tmp_path):
                 merged.save_pretrained(folder / "theirs")
                 files = (folder / part / "model.safetensors" for part in (to, "theirs"))
                 assert_same(*map(load_file, files))
+
+
+@pytest.mark.parametrize("name", ["fp32", None])
+def test_fp32_adapters_that_nobody_calls_and_a_trained_norm_are_reduced_in_one_dtype(alone, tmp_path, name):
+    """IA3's are in a container in a 16-bit layer, gathered and reduced with the layer's own."""
+    model = adapted(*MERGED["IA3"][1], base=small_llama(torch.bfloat16))
+    model.get_parameter("base_model.model.model.layers.0.input_layernorm.weight").requires_grad_(True)
+    config = section(tmp_path) | BF16 | ({"communication_data_type": name} if name else {})
+    if name is None:
+        with pytest.raises(
+            ValueError, match=r'ia3_l.* and of .*layernorm.weight are reduced.*"communication_data_type": "fp32"'
+        ):
+            initialize(model, config)
+        return
+    before = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
+    with initialize(model, config) as engine:
+        train(engine)
+        for name, value in engine.weights("own"):
+            assert name not in before or (value.dtype is before[name].dtype and not torch.equal(value, before[name]))
 
 
 @client("PEFT", "DPO whose reference is the base, adapters switched off, block by block; `generate`")

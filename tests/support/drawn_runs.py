@@ -2,8 +2,8 @@
 
     python -m tests.support.drawn_runs FOLDER --runs 1000 --kills 400 --seed 0
 
-Drawn are rule, precision, frozen base, stage, tiers, activations, buffers, schedule, order, which blocks are used, what
-overflows, ranks, and how long state lasts.
+Drawn are rule, precision, frozen base and whether it is read in place, stage, tiers, activations, buffers, schedule,
+order, which blocks are used, what overflows, ranks, and how long state lasts.
 Staging buffers are guarded meanwhile (`views_out`). What lasts is killed, too (`killed_steps`). A case that goes wrong
 is printed; ``--case`` runs it again, ``--mistake`` puts the one back that the guard is for.
 """
@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch import nn
 
 from nvme_offload import ConfigError, initialize
 from tests.support.forked import fork_here
 from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of, kill, steps_left
-from tests.support.ranks import run_ranks
+from tests.support.ranks import be_alone, run_ranks
 from tests.support.rules import CASES
 from tests.support.sharded_model import full_state
 from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, section
@@ -42,7 +43,8 @@ DTYPES = PRECISIONS | {"autocast in fp16": PRECISIONS["autocast"] | IN_FP16}
 COLUMNS = {
     "rule": list(RULES),
     "precision": list(DTYPES),
-    "base": [None, "frozen", "frozen", "uint8", "packed"],
+    "base": [None, "frozen", "rounded", "uint8", "packed"],
+    "in_place": [False, False, True],
     "count": [1, 2, 3],
     "clip": [0.0, 0.0, 0.5],
     "ranks": [1, 2, 2],
@@ -63,7 +65,10 @@ COLUMNS = {
     "aio": [("auto", 32, "1MiB"), ("pyuring", 1, "64KiB"), ("aiofiles", 4, "64KiB")],
 }
 IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
-IN_MEMORY |= {"ahead": 0, "every": 0, "parks": False}
+IN_MEMORY |= {"ahead": 0, "every": 0, "parks": False, "in_place": False}
+BASE = "base.safetensors"
+KEPT = {"bf16": torch.bfloat16, "bf16 added up in fp32": torch.bfloat16, "fp16": torch.float16}
+"""The base is kept so; in other precisions as it came."""
 OF_THE_RUN = COLUMNS.keys() - IN_MEMORY.keys() - {"buffers", "aio"}
 """The run in memory has these columns of a case."""
 
@@ -79,6 +84,7 @@ def allowed(case):
         and (not case["ahead"] or case["order"] == "horizontal")
         and (not case["uses"] or plain)
         and (not case["checkpointing"] or case["keep"] is None)
+        and (not case["in_place"] or (case["base"] not in (None, "frozen") and case["params"] == "nvme"))
         and (case["stage"] == 3 or case["order"] == "vertical" or case["params"] == case["grads"] == "none")
         and {case["params"], case["grads"], case["state"], case["keep"]} != {"none", "cpu", None}
     )
@@ -91,12 +97,12 @@ def draw(chance, **fixed):
     return case
 
 
-def draw_all(chance, number):
+def draw_all(chance, number, fixed):
     """Return so many cases; each run in memory serves some of them."""
     cases = []
     while len(cases) < number:
-        first = draw(chance)
-        alike = {name: first[name] for name in OF_THE_RUN}
+        first = draw(chance, **fixed)
+        alike = fixed | {name: first[name] for name in OF_THE_RUN}
         cases += [first, *(draw(chance, **alike) for _ in range(ALIKE - 1))]
     return cases[:number]
 
@@ -109,7 +115,7 @@ class Adapted(Layer):
         for frozen in (self.up, self.down):
             frozen.requires_grad_(False)
         self.is_packed = base == "packed"
-        if base != "frozen":
+        if base in ("uint8", "packed"):
             codes = torch.randint(0, 255, (width, width // 2 if self.is_packed else width), dtype=torch.uint8)
             self.codes = nn.Parameter(codes, requires_grad=False)
         self.thin, self.wide = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
@@ -129,7 +135,36 @@ def model_of(case):
     if case["base"] is not None:
         model.embedding.requires_grad_(False)
         model.layers = nn.ModuleList(Adapted(WIDTH, case["base"]) for _ in range(LAYERS))
+    if case["base"] not in (None, "frozen"):  # so that files say all of it
+        for param in filter(is_base, model.parameters()):
+            param.data = param.data.to(KEPT.get(case["precision"], torch.float32)).float()
     return model
+
+
+def is_base(param):
+    return param.is_floating_point() and not param.requires_grad
+
+
+def published(case):
+    """The file of a case's base and first values: what is frozen has the dtype that it is kept in."""
+    kept = KEPT.get(case["precision"], torch.float32)
+    params = model_of(case).named_parameters()
+    return save({name: param.to(kept) if is_base(param) else param for name, param in params})
+
+
+def engine_of(path, case, name):
+    """Born in place from one file for all lives of a run, or around a model with values."""
+    if not case["in_place"]:
+        return initialize(model_of(case), config_of(path, case, name))
+    be_alone()  # where there are no ranks
+    file = path / BASE
+    if dist.get_rank() == 0 and not file.exists():
+        file.with_suffix(".new").write_bytes(published(case))
+        file.with_suffix(".new").replace(file)
+    dist.barrier()
+    with torch.device("meta"):
+        model = model_of(case)
+    return initialize(model, config_of(path, case, name), weights=file)
 
 
 def config_of(path, case, name):
@@ -164,7 +199,7 @@ def train(path, name, note, case, mistake=False):
         be_eager(patch)
         if mistake:
             end_all_but_the_latest(patch)
-        with initialize(model_of(case), config_of(path, case, name)) as engine:
+        with engine_of(path, case, name) as engine:
             layers = list(engine.module.layers)
             for number, layer in enumerate(layers if case["ahead"] and case["ranks"] > 1 else ()):
                 layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + case["ahead"]])
@@ -174,8 +209,10 @@ def train(path, name, note, case, mistake=False):
                 if case["parks"]:
                     engine.park()
                 norms.append(engine.get_global_grad_norm())
+            assert bool(engine.optimizer.store.blocks.bases) == case["in_place"]
             state = {key: digest_of([value]) for key, value in full_state(engine.module, engine.optimizer).items()}
-            return state if note else state | {"norms": repr(norms)}
+    assert not case["in_place"] or (path / BASE).read_bytes() == published(case)
+    return state if note else state | {"norms": repr(norms)}
 
 
 def take_step(engine, case, step):
@@ -240,11 +277,12 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mistake", action="store_true")
     parser.add_argument("--case", type=ast.literal_eval, help="as it was printed")
+    parser.add_argument("--fixed", type=ast.literal_eval, default={}, help="all cases have these values")
     given = parser.parse_args(arguments)
     be_ready_to_fork()
     fork_here()  # ranks need not import everything once more
     chance = random.Random(given.seed)
-    cases = [given.case] if given.case else draw_all(chance, given.runs)
+    cases = [given.case] if given.case else draw_all(chance, given.runs, given.fixed)
     report = {"runs": 0, "refused": 0, "wrong": 0, "kills": 0}
     for ranks in (1, 2):
         alike = [case for case in cases if case["ranks"] == ranks]
@@ -253,7 +291,7 @@ def main(arguments=None):
             for case, wrong in zip(part, run(given.folder, part, given.mistake), strict=True):
                 _count(report, case, wrong)
     while report["kills"] < given.kills:
-        case = draw(chance, state="nvme", every=chance.choice((1, 3)))
+        case = draw(chance, state="nvme", every=chance.choice((1, 3)), **given.fixed)
         name = f"drawn-{report['kills']}"
         KINDS[name] = Kind(train_and_join, case["ranks"], {"case": case}, {"case": case | IN_MEMORY})
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:

@@ -18,15 +18,17 @@ FROZEN_AND_TRAINED |= {"stage": 3, "uses": None, "checkpointing": False, "overfl
 FROZEN_AND_TRAINED |= {"aio": ("pyuring", 1, "64KiB")}
 
 
-SOME = [pytest.param(seed, 9, 2, 600, marks=pytest.mark.timeout(600)) for seed in range(1, 3)]
+SOME = [pytest.param(seed, 9, 2, 600, {}, marks=pytest.mark.timeout(600)) for seed in range(1, 3)]
 """In two parts, which go side by side."""
-ALL = pytest.param(7, 1500, 400, 14400, marks=[pytest.mark.slow, pytest.mark.timeout(14400)])
+SOME += [pytest.param(3, 0, 3, 600, {"in_place": True}, marks=pytest.mark.timeout(600))]
+ALL = pytest.param(7, 1500, 400, 14400, {}, marks=[pytest.mark.slow, pytest.mark.timeout(14400)])
 
 
 @SHARDS_CODES
-@pytest.mark.parametrize(("seed", "runs", "kills", "patience"), [*SOME, ALL])
-def test_drawn_runs_have_the_bits_of_a_run_in_memory(drive, seed, runs, kills, patience):
-    said = run_child(CHILD, drive, "--runs", runs, "--kills", kills, "--seed", seed, timeout=patience)
+@pytest.mark.parametrize(("seed", "runs", "kills", "patience", "fixed"), [*SOME, ALL])
+def test_drawn_runs_have_the_bits_of_a_run_in_memory(drive, seed, runs, kills, patience, fixed):
+    how = ("--runs", runs, "--kills", kills, "--seed", seed, "--fixed", fixed)
+    said = run_child(CHILD, drive, *how, timeout=patience)
     report = json.loads(said.splitlines()[-1])
     assert report["kills"] >= kills, said
     assert report["refused"] <= report["runs"] // 10, said

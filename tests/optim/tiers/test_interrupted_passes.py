@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+from functools import partial
 
 import pytest
 
+from tests.support.drawn_runs import BASE, IN_MEMORY, engine_of, published
 from tests.support.interrupts import (
     EACH,
     OURS,
@@ -47,9 +49,29 @@ def sections(path, mode):
     return config, twin
 
 
+IN_PLACE = IN_MEMORY | {
+    "rule": "AdamW",
+    "precision": "bf16",
+    "base": "rounded",
+    "in_place": True,
+    "count": 2,
+    "stage": 3,
+}
+IN_PLACE |= {"params": "nvme", "grads": "nvme", "state": "nvme", "buffers": 3, "clip": 0.5, "checkpointing": False}
+IN_PLACE |= {"aio": ("auto", 32, "64KiB")}
+
+
+def makers(drive, mode):
+    """Make an engine, and its twin."""
+    if mode == "base in place":
+        return partial(engine_of, drive, IN_PLACE, None), partial(engine_of, drive, IN_PLACE | IN_MEMORY, None)
+    return [partial(make, config, num_layers=2) for config in sections(drive, mode)]
+
+
 FRAMES = {"ours": OURS, "torch": TORCH}
-FEW = [("tiers", "ours", 5003), ("forward", "torch", 9001)]
-MANY = [pytest.param(mode, inside, EACH, marks=SLOW) for mode in ("tiers", "forward", "backward") for inside in FRAMES]
+FEW = [("tiers", "ours", 5003), ("forward", "torch", 9001), ("base in place", "ours", 9001)]
+MODES = "tiers", "forward", "backward", "base in place"
+MANY = [pytest.param(mode, inside, EACH, marks=SLOW) for mode in MODES for inside in FRAMES]
 
 
 @STRIKES
@@ -58,15 +80,15 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, insi
     """All its forwards, backwards and the step. What torch's own frames leave halfway is refused, never silent."""
     drive, root = tmp_path / "drive", tmp_path / "checkpoints"
     drive.mkdir()
-    config, of_twin = sections(drive, mode)
-    engine = make(config, num_layers=2)
-    with make(of_twin, num_layers=2) as twin:
+    ours, its_twin = makers(drive, mode)
+    engine = ours()
+    with its_twin() as twin:
 
         def load(engine):
             twin.save_checkpoint(root)
             if inside == "torch":  # FSDP2 does not know any more what it has gathered
                 engine.close()
-                engine = make(config, num_layers=2)
+                engine = ours()
             engine.load_checkpoint(root)
             return engine
 
@@ -80,7 +102,8 @@ def test_a_step_is_done_again_or_finished_or_refused(alone, tmp_path, mode, insi
             gc.collect()
             check_buffers(engine.optimizer, interrupt.place)
     engine.close()
-    assert not list(drive.iterdir())
+    left = {path.name: path.read_bytes() for path in drive.iterdir()}
+    assert left == ({BASE: published(IN_PLACE)} if mode == "base in place" else {})
 
 
 def test_a_gather_that_is_cut_short_holds_no_buffer_that_nobody_gives_back(alone, tmp_path):
