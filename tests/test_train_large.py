@@ -1,15 +1,21 @@
 """Large models: trained whole, and with adapters alone."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nvme_offload import initialize
 from tests.support.forked import ROOT
+from tests.support.sharded_model import assert_same
+from tests.support.tiers import EVERYTHING, section
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 
@@ -98,6 +104,51 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_and_keeps_what_is_pac
         product.square().sum().backward()
     assert torch.equal(found, expected)
     assert torch.equal(hidden.grad, plain.grad)
+
+
+class Largest(TorchDispatchMode):
+    """Knows how many elements the largest tensor of numbers had that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            self.numel = max(self.numel, found.numel())
+        return found
+
+
+def test_mxfp4_in_place_has_the_bits_of_a_model_in_memory_and_one_expert_is_unpacked(script, tmp_path):
+    base, found = tmp_path / "base", {}
+    script.write_fake(base, "tiny", 2)
+    kinds, config = script.kinds_in(base), json.loads((base / "config.json").read_text())
+    for where in ("memory", "in place"):
+        with torch.device("meta"):
+            model = script.Model(kinds, config, 4)
+        if not found:
+            weights = script.with_adapters(base, model, tmp_path / "weights")
+        of_params = {"frozen": "in_place"} if where == "in place" else {}
+        given = section(tmp_path, **(EVERYTHING if of_params else {}), **of_params)
+        losses = []
+        with initialize(model, given, weights=weights, blocks=["Layer", "Table"]) as engine:
+            for step in range(3):
+                tokens = torch.randint(256, (2, 1, 12), generator=torch.manual_seed(step))
+                losses += engine.accumulate(engine, tokens)
+                engine.step()
+            assert bool(engine.optimizer.store.blocks.bases) == (where == "in place")
+            found[where] = losses, {name: value.clone() for name, value in engine.weights("own")}
+    assert found["memory"][0] == found["in place"][0]
+    assert_same(found["memory"][1], found["in place"][1])
+    packed = load_file(weights / "base1.safetensors")
+    assert_same({name: found["in place"][1][name] for name in packed}, packed)
+    width, experts = 64, script.Experts({})
+    for name, value in packed.items():
+        if ".experts." in name:
+            experts.register_parameter(name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+    hidden = torch.randn(9, width).bfloat16().requires_grad_()
+    with Largest() as largest:
+        experts(hidden, torch.ones(9, 4).bfloat16(), torch.arange(4).repeat(9, 1)).sum().backward()
+    assert largest.numel == 2 * width * width, "of four experts one is unpacked at a time"
 
 
 def test_it_reads_the_base_in_place_and_writes_adapters_alone(script, tmp_path, capsys):

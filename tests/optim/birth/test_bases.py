@@ -173,20 +173,31 @@ def zero(engine, param):
 
 def rewrite(file, content):
     """Somebody writes other bytes of the same size."""
-    file.chmod(0o644)
     file.write_bytes(content[:-50] + bytes(50))
 
 
-def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path):
+HARMS = {
+    "its mtime_ns was .* leave it alone": rewrite,
+    "its size_bytes was": lambda file, content: os.truncate(file, len(content) // 2),
+    "": lambda file, content: (file.rename(f"{file}.old"), file.write_bytes(bytes(len(content)))),
+}
+"""What somebody does to a file of a base, by what is said; a run goes on with the bytes of one that was replaced."""
+
+
+@pytest.mark.parametrize("said", HARMS)
+def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path, said):
     folder, config = forward_of_a_base(tmp_path, buffer_count=2)
     file = (folder / "model.safetensors").resolve()
-    content = file.read_bytes()
-    small = partial(build, KINDS[:2], rows=2000)
-    with born(folder, config, small) as engine:
+    with born(folder, config, partial(build, KINDS[:2], rows=2000)) as engine:
         train(engine, 0)
-        rewrite(file, content)
-        with pytest.raises(WeightFileError, match=r"model.safetensors: its mtime_ns was .* leave it alone"):
-            values(engine)
+        expected = values(engine)
+        file.chmod(0o644)
+        HARMS[said](file, file.read_bytes())
+        if said:
+            with pytest.raises(WeightFileError, match=rf"model.safetensors: {said}"):
+                train(engine, 1)
+        else:
+            assert_same_bytes(values(engine), expected)
 
 
 @pytest.mark.parametrize("durable", [False, True])
