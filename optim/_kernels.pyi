@@ -38,7 +38,9 @@ class LoggedStep:
     ) -> None: ...
 
 class Origin:
-    def __init__(self, param: int, start: int, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> None: ...
+    def __init__(
+        self, param: int, start: int, offset: int, sizes: Sequence[int], strides: Sequence[int], block: int
+    ) -> None: ...
 
 class Segment:
     param: int

@@ -58,7 +58,7 @@ _GRAD_DTYPES = {torch.float32: GradDtype.FP32, torch.bfloat16: GradDtype.BF16, t
 ABSENT = -1
 """In a table of offsets: a gradient whose every bit is zero, a parameter that nobody had changed."""
 
-_NOWHERE = _kernels.Origin(0, 0, 0, (), ())
+_NOWHERE = _kernels.Origin(0, 0, 0, (), (), 0)
 _RULES = {name: number for number, name in enumerate(_kernels.rules())}
 
 
@@ -93,7 +93,7 @@ def make_segment(
         param: bf16, fp16 or fp32 [numel]; its dtype decides the `MasterForm`.
         grad: fp32, bf16 or fp16 [numel]; None: there is no update but those of the `log`.
         master: uint16 [numel] beside bf16, fp32 [numel] beside fp16, None for an fp32 parameter.
-        states: [numel] each, those of the rule in its order.
+        states: what is kept of the rule's states: see `UpdateRule.kept`. [numel] each; of exponents one for each block.
         checksums: int64 [num_tiles(numel)], of the parameter; the update keeps them. None: changes are not looked for.
         rule: one with a native kernel.
         scalars: of this step: see `StepScalars.of_kernel`.
@@ -116,13 +116,11 @@ def make_segment(
         wanted = "an fp32 parameter is its own master" if master_dtype is None else f"{master_dtype} is needed"
         raise ValueError(f"master does not fit a parameter of {param.dtype}: {wanted}")
     kernel = _number_of(rule)
-    if len(states) != len(rule.states):
-        raise ValueError(f"{rule.name} has {len(rule.states)} states, not {len(states)}")
     return Segment(
         param=_address("param", param, param.dtype, numel),
         grad=0 if grad is None else _address("grad", grad, grad.dtype, numel),
         master=0 if master is None else _address("master", master, master_dtype, numel),
-        states=[_address(state.name, own, state.dtype, numel) for state, own in zip(rule.states, states, strict=True)],
+        states=_addresses_of(rule, states, numel),
         checksums=0 if checksums is None else _address("checksums", checksums, torch.int64, num_tiles(numel)),
         numel=numel,
         form=form,
@@ -135,12 +133,19 @@ def make_segment(
         offsets=0 if offsets is None else _address("offsets", offsets, torch.int64, 2 * num_tiles(numel)),
         tail=0 if tail is None else _address("tail", tail, param.dtype, numel),
         marks=0 if marks is None else _address("marks", marks, torch.int64, num_marks(numel)),
-        origin=_NOWHERE if origin is None else _kernels.Origin(origin.param, start, *origin[1:]),
+        origin=_NOWHERE if origin is None else _kernels.Origin(origin.param, start, *origin[1:], rule.block),
     )
 
 
+def _addresses_of(rule: UpdateRule, states: Sequence[torch.Tensor], numel: int) -> list[int]:
+    if len(states) != len(rule.kept):
+        raise ValueError(f"{rule.name} has {len(rule.kept)} states, not {len(states)}")
+    pairs = zip(rule.kept, states, strict=True)
+    return [_address(kept.name, own, kept.dtype, numel // kept.per) for kept, own in pairs]
+
+
 def _number_of(rule: UpdateRule) -> int:
-    kernel = f"{rule.kernel} with bf16 states" if rule.dithers else rule.kernel
+    kernel = f"{rule.kernel} with {'int8' if rule.block else 'bf16'} states" if rule.dithers else rule.kernel
     if kernel not in _RULES:
         raise ValueError(f"{kernel or rule.name} has no native kernel; those are of {', '.join(_RULES)}")
     return _RULES[kernel]

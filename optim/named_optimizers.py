@@ -44,8 +44,8 @@ class OffloadAdamW(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
-        state_dtype: dtype of the moments, "fp32" or "bf16". "bf16" keeps 6 bytes per bf16 parameter, not 10, and makes
-            it a different optimizer: see docs/precision.md.
+        state_dtype: dtype of the moments, "fp32", "bf16" or "int8". "bf16" keeps 6 bytes per bf16 parameter and "int8"
+            4.06, not 10. Each is a different optimizer: see docs/precision.md.
         bias_correction: correct the moments for their start at zero; BERT's first Adam does not.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON, TOML or YAML file; or a folder
             on a drive: state that fits into memory stays there, the rest is in the folder.
@@ -98,7 +98,7 @@ class OffloadAdam(OffloadOptimizer):
         eps: added to the denominator.
         weight_decay: factor of the L2 penalty.
         maximize: ascend instead of descend.
-        state_dtype: dtype of the moments, "fp32" or "bf16": see `OffloadAdamW`.
+        state_dtype: dtype of the moments, "fp32", "bf16" or "int8": see `OffloadAdamW`.
         bias_correction: correct the moments for their start at zero; BERT's first Adam does not.
         offload: see `OffloadAdamW`.
         norm_group: see `OffloadAdamW`.
@@ -142,6 +142,7 @@ class OffloadLion(OffloadOptimizer):
         betas: how much of the mean counts beside the gradient, and how much of it is kept; each in [0, 1).
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
+        state_dtype: dtype of the mean, "fp32" or "int8": see `OffloadAdamW`.
         offload: see `OffloadAdamW`.
         norm_group: see `OffloadAdamW`.
         torch_arguments: other arguments of torch's optimizers. ``fused`` and ``foreach`` change nothing; ``capturable``
@@ -158,11 +159,14 @@ class OffloadLion(OffloadOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        state_dtype: str = "fp32",
         offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:
+        self.rule = self.rule.of({"state_dtype": state_dtype})
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        defaults |= {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
         super().__init__(params, defaults, offload, norm_group, torch_arguments)
 
 
@@ -220,6 +224,7 @@ class OffloadSGD(OffloadOptimizer):
         weight_decay: factor of an L2 penalty, which is added to the gradient.
         nesterov: look ahead along the buffer. Needs a momentum and no dampening.
         maximize: ascend instead of descend.
+        state_dtype: dtype of the buffer, "fp32" or "int8": see `OffloadAdamW`.
         offload: see `OffloadAdamW`.
         norm_group: see `OffloadAdamW`.
         torch_arguments: what else ``torch.optim.SGD`` takes. ``fused`` and ``foreach`` change nothing;
@@ -238,12 +243,20 @@ class OffloadSGD(OffloadOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        state_dtype: str = "fp32",
         offload: SectionLike | None = None,
         norm_group: dist.ProcessGroup | None = None,
         **torch_arguments: Any,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        self.rule = self.rule.of({"momentum": 1.0, "state_dtype": state_dtype})
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+        }
         defaults |= {"nesterov": nesterov, "maximize": maximize}
+        defaults |= {"state_dtype": state_dtype} if state_dtype != "fp32" else {}
         super().__init__(params, defaults, offload, norm_group, torch_arguments)
 
 

@@ -33,7 +33,7 @@ from nvme_offload.optim.state.condition import Need, StepPhase
 from nvme_offload.optim.state.store import StateStore
 from nvme_offload.optim.step.groups import follow, take_on
 from nvme_offload.optim.step.plain_modules import PlainModules
-from nvme_offload.optim.step.scalars import check_group
+from nvme_offload.optim.step.scalars import check_group, with_own_states
 from nvme_offload.optim.step.stepper import Stepper
 from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
 from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
@@ -568,7 +568,8 @@ class OffloadOptimizer(Optimizer):
         store = self.store
         self._follow()
         store.table.members(self.param_groups)  # else a parameter that came late would be a KeyError
-        groups = [without_torch_switches(group) for group in state_dict["param_groups"]]
+        saved = [without_torch_switches(group) for group in state_dict["param_groups"]]
+        groups = with_own_states(self.rule, self.param_groups, saved)
 
         def check(group: Mapping[str, Any], number: int) -> None:
             self.check_group({**self.defaults, **group}, number)

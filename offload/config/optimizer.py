@@ -1,5 +1,6 @@
 """The section that says which optimizer `nvme_offload.initialize` makes, and the one table of those there are."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ _OF_ADAM = {
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "AdamW": _OF_ADAM,
     "Adam": _OF_ADAM,
-    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "state_dtype": "fp32"},
     "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
     "Muon": {
         "lr": 1e-3,
@@ -32,7 +33,14 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "adjust_lr_fn": None,
         "betas": (0.9, 0.999),
     },
-    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "SGD": {
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "state_dtype": "fp32",
+    },
 }
 """Every optimizer with its hyperparameters and their defaults: torch's, but for DeepSpeed's weight decay of AdamW.
 
@@ -44,11 +52,26 @@ _OF_TYPE = "of the type"
 _SPELLINGS = {name.lower(): name for name in OPTIMIZERS}
 
 
+def _spelled(value: Any) -> Any:
+    """Return a type in its own spelling. ValueError: it is bitsandbytes', torchao's or transformers' name of 8 bits."""
+    if not isinstance(value, str):
+        return value
+    bare = re.sub(r"^paged_?|_?(bnb_?)?8_?bit$", "", value.lower())
+    kind = _SPELLINGS.get(bare)
+    if kind is None or bare == value.lower():
+        return _SPELLINGS.get(value.lower(), value)
+    if "state_dtype" in OPTIMIZERS[kind]:
+        remedy = f'type = "{kind}" with params.state_dtype = "int8" has states in 8 bits, in a format of its own'
+    else:
+        remedy = f'type = "{kind}" has its states in fp32'
+    raise ValueError(f"is an optimizer of another library; {remedy}")
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OptimizerType = Annotated[
     str,
     GetPydanticSchema(lambda _source, _handler: core_schema.literal_schema(list(OPTIMIZERS))),
-    BeforeValidator(lambda value: _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value),
+    BeforeValidator(_spelled),
 ]
 
 
@@ -94,8 +117,9 @@ class OptimizerParams(Hyperparameters):
     """Read with `type: Muon` only: the learning rate of the matrices in place of `lr`, 0 or more."""
     adam_lr: float | None = key(None, "a number, 0 or more", "same", shown="lr", ge=0)
     """Read with `type: Muon` only: the learning rate of what has AdamW beside them, 0 or more."""
-    state_dtype: Literal["fp32", "bf16"] | None = key(None, "one of these", "-", shown=_OF_TYPE)
-    """Dtype of the moments. With `bf16` the state takes 4 bytes less per parameter, and it is
+    state_dtype: Literal["fp32", "bf16", "int8"] | None = key(None, "one of these", "-", shown=_OF_TYPE)
+    """Dtype of the moments, or of the momentum: `fp32`, with AdamW and Adam `bf16`, or `int8`. With two moments in
+    `bf16` the state takes 4 bytes less per parameter, in `int8` 6 less, and it is
     [another optimizer](precision.md#moments-in-bf16)."""
     adam_w_mode: bool = key(True, "true or false", "same")
     """Read with `type: Adam` only: `false` asks for L2 instead of decoupled weight decay, that is for `OffloadAdam`."""
@@ -184,6 +208,12 @@ class OptimizerConfig(Section):
             if name not in of_params and name != "adam_w_mode" and getattr(self.params, name) is not None:
                 what = f'type = "{self.type}" has no such parameter; write {", ".join(of_params)}'
                 yield Contradiction(f"params.{name}", what, ("type",))
+        if self.params.state_dtype == "bf16" and self.kind not in ("AdamW", "Adam"):
+            what = f'type = "{self.type}" keeps its state in fp32 or int8'
+            yield Contradiction("params.state_dtype", f'{what}; write "int8" or leave it out', ("type",))
+        if self.params.state_dtype == "int8" and self.kind == "SGD" and not self.params.momentum:
+            what = "without params.momentum there is no state; leave it out"
+            yield Contradiction("params.state_dtype", what, ("params.momentum",))
         for number, group in enumerate(self.groups):
             if unknown := [name for name in group.hyperparameters if name not in of_groups]:
                 what = f'type = "{self.type}" has no parameter {unknown[0]}, which groups[{number}] sets'

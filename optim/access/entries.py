@@ -109,9 +109,9 @@ def write_entries(body: StateBody, entries: Mapping[int, Mapping[str, torch.Tens
     masters = any("master" in named for named in entries.values())
     changing = body.slots_of(index for index, named in entries.items() if named.keys() - {"step"})
     for slot in tracked("writing the state", changing, attrgetter("size_bytes")):
-        sections = slot.subgroup.sections.keys()
+        names = slot.subgroup.entry_names
         # Where nothing of what the slot holds now is kept, it need not be readable either.
-        load = not all(sections <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
+        load = not all(names <= entries.get(run.param, {}).keys() for run in slot.subgroup.runs)
         with HeldState(body.pipeline, slot, load=load) as memory:
             # What fails in here is undone on NVMe, where the drive has the state as it was. A master is also in the
             # parameter, and the two only agree again when both are written.

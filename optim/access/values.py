@@ -16,7 +16,8 @@ from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.subgroup import Run, section_view
+from nvme_offload.optim.layout.codes import decoded, store_coded
+from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view
 from nvme_offload.optim.state.body import StateBody
 from nvme_offload.optim.state.masters import read_master, write_master
 from nvme_offload.optim.state.slots import Residency, SlotRecord
@@ -126,9 +127,11 @@ class CommittedValues:
 
     def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
         """See `Values`. It returns `COMPUTED` in its own dtype."""
-        memory, is_weight = self._memory_of(slot), name in ("master", COMPUTED)
-        section = section_view(slot.subgroup, memory, "master" if is_weight else name, run)
-        tail = self._logs.base_view(slot.subgroup, memory, run) if is_weight else None
+        memory = self._memory_of(slot)
+        if name not in ("master", COMPUTED):
+            return read_state(slot.subgroup, memory, run, name).float()
+        section = section_view(slot.subgroup, memory, "master", run)
+        tail = self._logs.base_view(slot.subgroup, memory, run)
         if tail is not None:
             return tail if name == COMPUTED else self._logs.kernels.joined(tail, section)
         assert section is not None
@@ -163,9 +166,9 @@ def read_run(
     """
     if name == "master":
         return read_master(run, slot, memory, body.table, body.kernels)
-    section = section_view(slot.subgroup, memory, name, run)
-    assert section is not None
-    return section.to(HOST, torch.float32, copy=True) if copy else section.float()
+    values = read_state(slot.subgroup, memory, run, name)
+    is_own = slot.subgroup.rule.block > 0  # decoded
+    return values.to(HOST, torch.float32, copy=not is_own) if copy else values.float()
 
 
 def write_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name: str, values: torch.Tensor) -> None:
@@ -173,7 +176,21 @@ def write_run(body: StateBody, slot: SlotRecord, memory: Memory, run: Run, name:
     if name == "master":
         write_master(run, values, slot, memory, body.table, body.kernels)
         return
-    section = section_view(slot.subgroup, memory, name, run)
+    write_state(slot.subgroup, memory, run, name, values)
+
+
+def read_state(subgroup: Subgroup, memory: Memory, run: Run, name: str) -> torch.Tensor:
+    """Return the values of a state of a run, 1D: where they lie, if they are kept as such."""
+    section, exponents = (section_view(subgroup, memory, each, run) for each in (name, f"{name} exponents"))
     assert section is not None
-    if section.data_ptr() != values.data_ptr():  # what was opened lies there already
+    return section if exponents is None else decoded(section, exponents)
+
+
+def write_state(subgroup: Subgroup, memory: Memory, run: Run, name: str, values: torch.Tensor) -> None:
+    """Set a state of a run to values, fp32 [run.numel] on the CPU: the nearest that it can have."""
+    section, exponents = (section_view(subgroup, memory, each, run) for each in (name, f"{name} exponents"))
+    assert section is not None
+    if exponents is not None:
+        store_coded(section, exponents, values.to(section.device))
+    elif section.data_ptr() != values.data_ptr():  # what was opened lies there already
         section.copy_(values)

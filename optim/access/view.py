@@ -80,7 +80,7 @@ def matched_state(
 
 def _rounded_states(record: ParamRecord, entries: Mapping[str, Any]) -> list[str]:
     """Name states of a parameter that came in a narrower dtype than the rule keeps them in."""
-    kept = {state.name: state.dtype for state in record.rule.states}
+    kept = {state.name: state.shown_dtype for state in record.rule.states}
     return [
         f"{name} of {record.name}"
         for name, value in entries.items()

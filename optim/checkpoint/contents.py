@@ -49,8 +49,10 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-COUNTS = [Kind(torch.Size(()), dtype) for dtype in (torch.float32, torch.float64)]
-"""Kinds of a count of steps: the second is of those that fp32 would round."""
+def _is_converted(name: str, own: Kind, saved: Kind) -> bool:
+    """Whether a tensor of another dtype is taken by value: a state, and a count of steps, which fp32 may round."""
+    dtypes = {torch.float32, torch.bfloat16 if own.size else torch.float64}
+    return name.startswith(OPTIMIZER) and own.size == saved.size and {own.dtype, saved.dtype} <= dtypes
 
 
 class Item(NamedTuple):
@@ -134,7 +136,7 @@ class Contents:
         count = entry.double()
         self.items += plain_items(step_name, count)
         for state in rule.states:
-            self.add(Kind(shape, state.dtype), OPTIMIZER, name, state.name)
+            self.add(Kind(shape, state.shown_dtype), OPTIMIZER, name, state.name)
         return count
 
 
@@ -306,9 +308,7 @@ def check_fits(contents: Contents, metadata: Metadata) -> None:
         *(
             f"{name} is {_said(kind)}, in the checkpoint {_said(saved[name])}"
             for name, kind in own.items()
-            if name in saved
-            and saved[name] != kind
-            and not (name.startswith(OPTIMIZER) and kind in COUNTS and saved[name] in COUNTS)
+            if name in saved and saved[name] != kind and not _is_converted(name, kind, saved[name])
         ),
     ]
     places = {(index.fqn, index.offset): place for index, place in (metadata.storage_data or {}).items()}

@@ -19,6 +19,7 @@ from nvme_offload.optim.checkpoint.contents import Contents, Wanted
 from nvme_offload.optim.durable.content import saved
 from nvme_offload.optim.optimizer import OffloadOptimizer
 from nvme_offload.optim.precision.loss_scale import LossScaler
+from nvme_offload.optim.step.scalars import with_own_states
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"
@@ -225,7 +226,8 @@ def _matched(
     if len(saved) != len(own):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this run {len(own)}; nothing was changed")
     matched = []
-    for number, (group, (names, options)) in enumerate(zip(own, saved, strict=True)):
+    given = with_own_states(training.optimizer.rule, own, [options for _, options in saved])
+    for number, (group, (names, _), options) in enumerate(zip(own, saved, given, strict=True)):
         if differing := sorted(set(names) ^ set(contents.group_names[number])):
             raise ValueError(
                 f"parameter group {number} holds other parameters in the checkpoint ({', '.join(differing[:10])}); "

@@ -119,7 +119,11 @@ def _param_as_json(record: ParamRecord, rules: Sequence[Mapping[str, Any]]) -> d
 
 
 def _rule_as_json(rule: UpdateRule) -> dict[str, Any]:
-    states = [{"name": state.name, "birth": state.birth, "dtype": name_of(state.dtype)} for state in rule.states]
+    states = [
+        {"name": state.name, "birth": state.birth, "dtype": name_of(state.dtype)}
+        | ({"block": state.block} if state.block else {})
+        for state in rule.states
+    ]
     return {"name": rule.name, "kernel": rule.kernel, "whole": rule.whole, "states": states}
 
 
@@ -213,7 +217,10 @@ class RecordedRun:
 
 
 def _rule_of(said: Mapping[str, Any]) -> RecordedRule:
-    states = tuple(State(state["name"], state["birth"], _dtype(state["dtype"])) for state in said["states"])
+    states = tuple(
+        State(state["name"], state["birth"], _dtype(state["dtype"]), int(state.get("block", 0)))
+        for state in said["states"]
+    )
     return RecordedRule(said["name"], said["kernel"], said["whole"], states)
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nvme_offload.optim.kernels import tile_weights
+from nvme_offload.optim.layout.codes import BOTTOMS
 from nvme_offload.optim.layout.dither import keys
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MARKS_IN_WORD, TILE_NUMEL, num_tiles
@@ -30,6 +31,8 @@ _WORD = tl.constexpr(MARKS_IN_WORD)
 _LANES = tl.constexpr(32)
 _AT_ONCE = tl.constexpr(32)
 """Loads of a lane that are under way at once."""
+_CALLED = ("_widened", "_settled", "_word", "_dithered", "_decoded", "_store_coded")
+"""Lines of a traced update call these."""
 
 # ---- from a rule to lines of a kernel ----
 
@@ -104,15 +107,28 @@ def _traced(rule: UpdateRule, scalars: Sequence[float], bits: bytes) -> tuple[An
     """See `traced`. Most runs of a step have the same scalars; `bits` keep -0.0 from being taken for 0.0."""
     trace, dithers = _Trace(), rule.dithers
     loaded = "_widened(tl.load({} + at, mask=there, other=0))" if dithers else "tl.load({} + at, mask=there, other=0.0)"
+    loaded = "_decoded({}, at, there, {}, {})" if rule.block else loaded
+    kept = [_where_kept(rule, place) for place in range(len(rule.states))]
     master, grad = _Value(trace, "master"), _Value(trace, "grad")
-    states = [trace.line(loaded.format(f"states[{place}]")) for place in range(len(rule.states))]
+    states = [trace.line(loaded.format(*where)) for where in kept]
     rule.update(master, grad, states, scalars)  # type: ignore[arg-type]
     if dithers:
         trace.lines.append("word = _word(at, origin)")
-    for place, state in enumerate(states):
+    for place, (state, where) in enumerate(zip(states, kept, strict=True)):
+        if rule.block:
+            trace.lines.append(f"_store_coded({', '.join(where)}, {state}, word >> {16 * place}, at, there)")
+            continue
         stored = f"_dithered({state}, word, {place % 2})" if dithers else f"_settled({state})"
-        trace.lines.append(f"tl.store(states[{place}] + at, {stored}, mask=there)")
+        trace.lines.append(f"tl.store({where[0]} + at, {stored}, mask=there)")
     return _compiled("\n    ".join([*trace.lines, f"return {master}\n"])), tuple(trace.numbers)
+
+
+def _where_kept(rule: UpdateRule, place: int) -> tuple[str, ...]:
+    """Return the arguments that say where a state is; in 8 bits with its exponents, their block and the bottom."""
+    if not rule.block:
+        return (f"states[{place}]",)
+    bottom = BOTTOMS[rule.states[place].dtype]
+    return f"states[{place}], states[{place + len(rule.states)}]", str(rule.block), str(bottom)
 
 
 @cache
@@ -121,7 +137,7 @@ def _compiled(body: str) -> Any:
     name = f"update_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}(master, grad, states, at, there, origin, numbers):\n    {body}"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-    made = {each: globals()[each] for each in ("__name__", "tl", "_widened", "_settled", "_word", "_dithered")}
+    made = {each: globals()[each] for each in ("__name__", "tl", *_CALLED)}
     exec(compile(source, name, "exec"), made)
     return triton.jit(made[name])
 
@@ -162,6 +178,43 @@ def _dithered(values, word, PLACE: tl.constexpr):  # noqa: N803
     """See `dither.store_rounded`."""
     bits = _settled(values).to(tl.int32, bitcast=True)
     return (bits + (word >> 16 * PLACE & 0xFFFF).to(tl.int32) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _decoded(codes, exponents, at, there, BLOCK: tl.constexpr, BOTTOM: tl.constexpr):  # noqa: N803
+    """See `codes.decoded`."""
+    code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
+    level = tl.abs(code)
+    is_low = (level < 16).to(tl.int32)
+    share = (level + is_low * 16 + (BOTTOM >> 19) - 16 << 19).to(tl.float32, bitcast=True)
+    share -= (is_low * BOTTOM).to(tl.float32, bitcast=True)
+    exponent = tl.load(exponents + at // BLOCK, mask=there, other=0).to(tl.int32)
+    value = share * tl.where(exponent == 255, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
+    return tl.where(code < 0, -value, value)
+
+
+@triton.jit
+def _store_coded(codes, exponents, BLOCK: tl.constexpr, BOTTOM: tl.constexpr, values, word, at, there):  # noqa: N803
+    """See `codes.store_coded`."""
+    bits = values.to(tl.int32, bitcast=True)
+    rows: tl.constexpr = [values.shape[0] // BLOCK, BLOCK]
+    magnitudes = tl.reshape(tl.where(there, bits & 0x7FFFFFFF, 0), rows)
+    top = tl.max(magnitudes, 1)
+    is_coded = (top >= 0x0D800000) & (top < 0x7E800000)
+    own = top + 0x7FFFF >> 23
+    factor = tl.where(is_coded, 254 - own << 23, 0).to(tl.float32, bitcast=True)
+    share = magnitudes.to(tl.float32, bitcast=True) * factor[:, None]
+    is_low = (share.to(tl.int32, bitcast=True) < BOTTOM).to(tl.int32)
+    share += (is_low * BOTTOM).to(tl.float32, bitcast=True)
+    dither = tl.reshape((word & 0xFFFF).to(tl.int32) << 3, rows)
+    level = (share.to(tl.int32, bitcast=True) + dither >> 19) - (BOTTOM >> 19) + 16 - is_low * 16
+    level = tl.where(tl.reshape(bits, rows) < 0, -level, level) if BOTTOM == 121 << 23 else tl.maximum(level, 1)
+    level = tl.reshape(tl.where(is_coded[:, None], level, 0), values.shape)
+    tl.store(codes + at, level.to(codes.dtype.element_ty), mask=there)
+    block = tl.min(tl.reshape(at, rows), 1) // BLOCK
+    present = tl.max(tl.reshape(there.to(tl.int32), rows), 1) > 0
+    exponent = tl.where(is_coded, own, tl.where(top >= 0x7E800000, 255, 0))
+    tl.store(exponents + block, exponent.to(exponents.dtype.element_ty), mask=present)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ half a last place count in the mean, which rounding to the nearest loses (Connol
 rounding and its probabilistic backward error analysis", 2021). Chance is a hash of the parameter's number, its step and
 the element's index in the whole parameter: it has no state and no order, as in Salmon et al., "Parallel random numbers:
 as easy as 1, 2, 3", 2011. The hash is lowbias32 (Wellons, "Prospecting for hash functions", 2018) with a second key in
-its middle; one half of it is for the first state, the other for the second. `Bf16States` in optim/src/loops.cpp does
-the same.
+its middle; one half of it is for the first state, the other for the second. `Chance` in optim/src/loops.cpp does the
+same.
 """
 
 import math
@@ -38,8 +38,13 @@ def keys(origin: Origin, step: float) -> tuple[int, int]:
 
 def store_rounded(state: torch.Tensor, values: torch.Tensor, words: torch.Tensor, number: int) -> None:
     """Put fp32 values into a bf16 state, which is the first of its rule (`number` 0), the second, and so on."""
-    dither = (words >> 16 * (number % 2) & 0xFFFF).int()
-    state.view(torch.int16).copy_(values.masked_fill(values.isnan(), math.nan).view(torch.int32) + dither >> 16)
+    bits = values.masked_fill(values.isnan(), math.nan).view(torch.int32)
+    state.view(torch.int16).copy_(bits + halves(words, number) >> 16)
+
+
+def halves(words: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the 16 bits of each word that are for the state with this number, int32."""
+    return (words >> 16 * (number % 2) & 0xFFFF).int()
 
 
 Bits = TypeVar("Bits", int, torch.Tensor)

@@ -31,6 +31,12 @@ class Origin(NamedTuple):
     strides: tuple[int, ...]
     """Strides of these in the whole."""
 
+    def has_whole_blocks(self, block: int) -> bool:
+        """Return whether each so many elements of the part that follow each other are such in the whole."""
+        if 0 in self.sizes:
+            return True
+        return all(each % block == 0 for each in (self.offset, self.sizes[-1], *self.strides[:-1]))
+
 
 Sharding = tuple[DeviceMesh, tuple[bool, ...]]
 """A mesh, and over which of its dimensions a parameter is sharded; over the others it is copied."""

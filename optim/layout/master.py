@@ -49,13 +49,13 @@ def num_marks(numel: int) -> int:
     return -(-numel // MARKS_IN_WORD)
 
 
-def sealed_itemsize(form: MasterForm, states: Sequence[State]) -> int:
+def sealed_itemsize(form: MasterForm, states: Sequence[State]) -> float:
     """Return bytes per parameter where state and parameter are kept: 12 with two fp32 states, whatever the dtype."""
     dtype = TAIL_DTYPE[form]
     return state_itemsize(form, states) + (dtype.itemsize if dtype else 0)
 
 
-def state_itemsize(form: MasterForm, states: Sequence[State]) -> int:
+def state_itemsize(form: MasterForm, states: Sequence[State]) -> float:
     """Return bytes of state per parameter on the tier: with two fp32 states 10 for bf16, 12 for fp16, 8 for fp32."""
     dtype = MASTER_DTYPE[form]
-    return sum(state.dtype.itemsize for state in states) + (dtype.itemsize if dtype else 0)
+    return sum(state.itemsize for state in states) + (dtype.itemsize if dtype else 0)

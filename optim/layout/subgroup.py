@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,15 @@ from nvme_offload.optim.layout.master import (
     sealed_itemsize,
     state_itemsize,
 )
-from nvme_offload.optim.rules.rule import UpdateRule
+from nvme_offload.optim.rules.rule import KeptSection, UpdateRule
 
-_RUN_ALIGNMENT = 32
-"""Elements: each run in a section starts at a cache line, 64 bytes of the narrowest section."""
+
+def _alignment(rule: UpdateRule) -> int:
+    """Return the elements that each run in a section starts at a multiple of.
+
+    That is a cache line, 64 bytes of the narrowest section, and where states are in 8 bits a block.
+    """
+    return max(32, rule.block)
 
 
 class Run(NamedTuple):
@@ -57,9 +63,9 @@ class Run(NamedTuple):
 class Subgroup:
     """A fixed set of runs whose state is read, updated and written together.
 
-    Its extent is the master section, then one for each state of the rule, each `padded_numel` elements long. The
-    master section holds the lower halves of split master weights (uint16), full master weights (fp32), or nothing
-    where the parameter is fp32 itself.
+    Its extent is the master section, then one for each state of the rule, each `padded_numel` elements long, and the
+    exponents of those in 8 bits. The master section holds the lower halves of split master weights (uint16), full
+    master weights (fp32), or nothing where the parameter is fp32 itself.
     """
 
     index: int
@@ -80,12 +86,12 @@ class Subgroup:
     def padded_numel(self) -> int:
         """Elements of one section of the subgroup, padding included."""
         last = self.runs[-1]
-        return last.at + round_up(last.numel, _RUN_ALIGNMENT)
+        return last.at + round_up(last.numel, _alignment(self.rule))
 
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of the subgroup's extent."""
-        return self.padded_numel * state_itemsize(self.form, self.rule.states)
+        return int(self.padded_numel * state_itemsize(self.form, self.rule.states))
 
     @property
     def tail_dtype(self) -> torch.dtype | None:
@@ -93,31 +99,47 @@ class Subgroup:
         return TAIL_DTYPE[self.form]
 
     @cached_property
-    def sections(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Dtype and byte offset of ``master``, where there is such a section, and of each state, by name."""
+    def sections(self) -> dict[str, PlacedSection]:
+        """Say where ``master``, if there is such a section, each state, and exponents are, by name."""
         dtype = MASTER_DTYPE[self.form]
-        dtypes = {"master": dtype} if dtype else {}
-        dtypes |= {state.name: state.dtype for state in self.rule.states}
+        kept = [KeptSection("master", dtype, 1)] if dtype else []
         found, offset = {}, 0
-        for name, dtype in dtypes.items():
-            found[name] = dtype, offset
-            offset += self.padded_numel * dtype.itemsize
+        for name, dtype, per in (*kept, *self.rule.kept):
+            found[name] = PlacedSection(dtype, per, offset)
+            offset += self.padded_numel // per * dtype.itemsize
         return found
+
+    @property
+    def entry_names(self) -> set[str]:
+        """Names of what it has of each element: ``master``, where there is such a section, and states."""
+        return self.sections.keys() & {"master", *(state.name for state in self.rule.states)}
+
+
+class PlacedSection(NamedTuple):
+    """A part of a subgroup's memory, with an item for each `per` elements."""
+
+    dtype: torch.dtype
+    per: int
+    offset: int
+    """Bytes from the beginning of the subgroup."""
+
+    def view(self, memory: Memory, run: Run) -> torch.Tensor:
+        """Return a run's part of it, 1D."""
+        return memory.view(self.dtype, self.offset + run.at // self.per * self.dtype.itemsize, run.numel // self.per)
 
 
 def section_view(subgroup: Subgroup, memory: Memory, name: str, run: Run) -> torch.Tensor | None:
     """Return a run's part of the section ``master`` or of a state; None where there is no such section."""
     section = subgroup.sections.get(name)
-    if section is None:
-        return None
-    dtype, offset = section
-    return memory.view(dtype, offset + run.at * dtype.itemsize, run.numel)
+    return None if section is None else section.view(memory, run)
 
 
 def state_views(subgroup: Subgroup, memory: Memory, run: Run) -> list[torch.Tensor]:
-    """Return a run's part of every state of the rule, in the rule's order."""
-    places = [subgroup.sections[state.name] for state in subgroup.rule.states]
-    return [memory.view(dtype, offset + run.at * dtype.itemsize, run.numel) for dtype, offset in places]
+    """Return a run's part of what is kept of the rule's states: see `UpdateRule.kept`."""
+    return [subgroup.sections[kept.name].view(memory, run) for kept in subgroup.rule.kept]
+
+
+_NO_RULE = UpdateRule()
 
 
 class ParamToPlace(NamedTuple):
@@ -157,17 +179,18 @@ def plan_subgroups(
             subgroups.append(Subgroup(first + len(subgroups), group, form, rule, tuple(pending), block))
         pending.clear()
 
-    for param in params:
+    for param in _side_by_side(params):
         kind = (param.group, FORM_OF_DTYPE[param.dtype], param.rule, param.block, param.log_itemsize)
         if kind != current or param.rule.whole:
             close()
             current = kind
             itemsize = (sealed_itemsize if sealed else state_itemsize)(kind[1], param.rule.states) + param.log_itemsize
-            capacity = min(max_bytes // max(itemsize, 1), round_up(max_numel, TILE_NUMEL))
+            capacity = min(int(max_bytes // max(itemsize, 1)), round_up(max_numel, TILE_NUMEL))
+            alignment = _alignment(param.rule)
         start = 0
         while start < param.numel:
-            at = pending[-1].at + round_up(pending[-1].numel, _RUN_ALIGNMENT) if pending else 0
-            numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at)
+            at = pending[-1].at + round_up(pending[-1].numel, alignment) if pending else 0
+            numel = param.numel if param.rule.whole else _fitting(param.numel - start, capacity - at, alignment)
             if numel == 0:
                 close()
                 continue
@@ -177,7 +200,18 @@ def plan_subgroups(
     return subgroups
 
 
-def _fitting(wanted: int, room: int) -> int:
-    if round_up(wanted, _RUN_ALIGNMENT) <= room:
+def _side_by_side(params: Iterable[ParamToPlace]) -> Iterator[ParamToPlace]:
+    """Yield neighbours that could share subgroups but for their rules in the order of these.
+
+    In 8 bits a layer's small parameters have another rule than its matrices.
+    """
+    for _, near in groupby(params, lambda param: param._replace(number=0, numel=0, rule=_NO_RULE)):
+        alike = list(near)
+        rules = [param.rule for param in alike]
+        yield from sorted(alike, key=lambda param: rules.index(param.rule))
+
+
+def _fitting(wanted: int, room: int, alignment: int) -> int:
+    if round_up(wanted, alignment) <= room:
         return wanted
     return max(0, room) // TILE_NUMEL * TILE_NUMEL

@@ -39,7 +39,7 @@ class PlanRow:
     """Names of the row's parameters, with ``*`` for a number."""
     trainable: bool
     precision: ParameterPrecision
-    bytes: dict[str, int]
+    bytes: dict[str, float]
     """Bytes of each parameter, by tier."""
     states: str
     """Dtypes of what the optimizer keeps for it besides."""
@@ -281,16 +281,18 @@ def _rows(
     alike: dict[str, set[tuple[bool, ParameterPrecision]]] = {}
     for name, param in named:
         alike.setdefault(name_pattern(name), set()).add((param.requires_grad, parameters[name]))
-    rows: dict[tuple[str, bool, ParameterPrecision], PlanRow] = {}
+    rows: dict[tuple[str, bool, ParameterPrecision, UpdateRule], PlanRow] = {}
     for name, param in named:
         pattern = name_pattern(name)
         if len(alike[pattern]) > 1:
             pattern = name_pattern(name, most=1)  # the layer; the numbers after it tell them apart
         precision, trainable = parameters[name], param.requires_grad
-        states = dict.fromkeys(name_of(state.dtype) for state in rule.states) if trainable else ()
-        sizes = _bytes(config, param, precision, rule)
+        strides = param.stride()
+        own = rule.of_param(param.shape, sorted(range(param.ndim), key=lambda dim: (-strides[dim], dim)))
+        states = dict.fromkeys(name_of(state.dtype) for state in own.states) if trainable else ()
+        sizes = _bytes(config, param, precision, own)
         row = PlanRow(pattern, trainable, precision, sizes, " ".join(states) or "-")
-        row = rows.setdefault((pattern, trainable, precision), row)
+        row = rows.setdefault((pattern, trainable, precision, own), row)
         row.tensors += 1
         row.numel += param.numel()
     return rows.values()
@@ -298,7 +300,7 @@ def _rows(
 
 def _bytes(
     config: OffloadConfig, param: nn.Parameter, precision: ParameterPrecision, rule: UpdateRule
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Return bytes per parameter of one shard by tier: what is kept between steps, with the gradient at its largest."""
     zero = config.zero_optimization
     memory = param.device.type if is_device(param.device) else "memory"  # one on meta is born in memory
@@ -310,14 +312,14 @@ def _bytes(
     storage = tier_of[zero.offload_param.device]
     if precision.kept_as:
         return {storage: precision.kept_as.itemsize}
-    kept = [(storage, precision.storage.itemsize)]
+    kept: list[tuple[str, float]] = [(storage, precision.storage.itemsize)]
     if param.requires_grad:
         state = "nvme" if zero.offload_optimizer.device == "nvme" else "memory"
         kept.append((tier_of[config.offload_gradients.device], precision.accumulate.itemsize))
         kept.append((state, state_itemsize(precision.master, rule.states)))
     elif (rest := MASTER_DTYPE[precision.master]) is not None and param.dtype is not precision.storage:
         kept.append((memory, rest.itemsize))
-    sizes = {memory: 0}
+    sizes: dict[str, float] = {memory: 0}
     for tier, size in kept:
         sizes[tier] = sizes.get(tier, 0) + size
     return sizes

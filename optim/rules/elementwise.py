@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, rounded
+from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, block_of, kept_as, rounded
 
 
 def divided(values: torch.Tensor, number: float) -> torch.Tensor:
@@ -69,34 +69,57 @@ class MomentScalars(NamedTuple):
         return cls(*rounded(decay, 1 - beta1, beta2, 1 - beta2, *corrected, group["eps"]))
 
 
-MOMENTS = (State("exp_avg"), State("exp_avg_sq"))
-
-
 @dataclass(frozen=True)
-class TwoMoments(UpdateRule):
-    """A rule that keeps two moments: in fp32, or by ``state_dtype`` of a group in bf16, which is another optimizer."""
+class OfStateDtype(UpdateRule):
+    """A rule whose states a group's ``state_dtype`` keeps in fewer bits than 32, which is another optimizer."""
 
-    states: tuple[State, ...] = MOMENTS
+    states: tuple[State, ...] = ()
+    state_dtype: str = "fp32"
+    """That of the group: some parameters of one with "int8" have states in fp32."""
 
-    numbers = ("lr", "eps", "weight_decay", "betas")
-    shaping = ("state_dtype",)
+    shaping: ClassVar[tuple[str, ...]] = ("state_dtype",)
+    state_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "int8")
+    """A group may say one of these."""
 
     def of(self, group: Mapping[str, Any]) -> Self:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
-        if group.get("state_dtype", "fp32") == "fp32":
-            return type(self)()
-        return type(self)(tuple(state._replace(dtype=torch.bfloat16) for state in MOMENTS))
+        dtype = group.get("state_dtype", "fp32")
+        return replace(self, states=kept_as(self.widest_states, dtype), state_dtype=dtype)
+
+    def of_param(self, shape: Sequence[int], order: Sequence[int]) -> Self:
+        """The rule of one parameter of the group; see `UpdateRule.of_param`."""
+        if self.state_dtype != "int8":
+            return self
+        return replace(self, states=kept_as(self.widest_states, "int8", block_of(shape, order)))
+
+    def is_in(self, rule: UpdateRule) -> bool:
+        """Whether this is the rule of a parameter of a group with that rule."""
+        return self == rule or (isinstance(rule, type(self)) and replace(self, states=rule.states) == rule)
 
     @property
     def widest_states(self) -> tuple[State, ...]:
-        """Moments in fp32, which any group may have."""
-        return MOMENTS
+        """States in fp32, which any group may have."""
+        return type(self)().states
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
         """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
         super().check(group, number)
-        if (dtype := group.get("state_dtype", "fp32")) not in ("fp32", "bf16"):
-            raise ValueError(f'parameter group {number}: state_dtype = {dtype!r}: must be "fp32" or "bf16"')
+        if (dtype := group.get("state_dtype", "fp32")) not in self.state_dtypes:
+            allowed = " or ".join(f'"{each}"' for each in self.state_dtypes)
+            raise ValueError(f"parameter group {number}: state_dtype = {dtype!r}: {self.name} takes {allowed}")
+
+
+MOMENTS = (State("exp_avg"), State("exp_avg_sq", is_signed=False))
+
+
+@dataclass(frozen=True)
+class TwoMoments(OfStateDtype):
+    """A rule that keeps two moments."""
+
+    states: tuple[State, ...] = MOMENTS
+
+    numbers = ("lr", "eps", "weight_decay", "betas")
+    state_dtypes = ("fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -162,12 +185,13 @@ class LionScalars(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lion(UpdateRule):
+class Lion(OfStateDtype):
     """The sign of a mean of gradients, and a weight decay beside it."""
+
+    states: tuple[State, ...] = (State("exp_avg"),)
 
     name = kernel = "Lion"
     numbers = ("lr", "weight_decay", "betas")
-    states = (State("exp_avg"),)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> LionScalars:
         """Scalars that the kernel takes of a step, each exactly an fp32 number."""
@@ -243,7 +267,7 @@ class SGDMomentumScalars(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SGD(UpdateRule):
+class SGD(OfStateDtype):
     """The gradient itself, or a buffer that it is gathered in: a group without momentum has no state at all."""
 
     states: tuple[State, ...] = (State("momentum_buffer"),)
@@ -254,15 +278,17 @@ class SGD(UpdateRule):
     refused = ("differentiable",)
     torch_keys = SWITCHES
     counts_steps = False
-    shaping = ("momentum",)
+    shaping = ("momentum", "state_dtype")
 
     def of(self, group: Mapping[str, Any]) -> Self:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
-        return type(self)() if group["momentum"] else type(self)(states=(), kernel="SGD")
+        return super().of(group) if group["momentum"] else type(self)(states=(), kernel="SGD")
 
     def check(self, group: Mapping[str, Any], number: int) -> None:
         """Check the hyperparameters of a parameter group; see `UpdateRule.check`."""
         super().check(group, number)
+        if not group["momentum"] and (dtype := group.get("state_dtype", "fp32")) != "fp32":
+            raise ValueError(f"parameter group {number}: state_dtype = {dtype!r}: without momentum there is no state")
         if group["nesterov"] and not (group["momentum"] and group["dampening"] == 0):
             raise ValueError(
                 f"parameter group {number}: nesterov = {group['nesterov']!r} with momentum = {group['momentum']!r} and "

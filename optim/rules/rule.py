@@ -10,6 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+MOST_BLOCK = 128
+"""The most elements that share an exponent."""
+
 
 class State(NamedTuple):
     """A value that a rule keeps for each element of a parameter."""
@@ -20,6 +23,53 @@ class State(NamedTuple):
     """Value of every element before the first update."""
     dtype: torch.dtype = torch.float32
     """Dtype in which the state is kept. To bf16 it is rounded by chance: see `optim.layout.dither`."""
+    block: int = 0
+    """Elements that share an exponent, where the state is kept in codes of 8 bits (`optim.layout.codes`); else 0."""
+    is_signed: bool = True
+    """Whether it may be negative: in 8 bits it is int8 then, else uint8."""
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element, with its share of an exponent."""
+        return self.dtype.itemsize + (1 / self.block if self.block else 0)
+
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """The dtype that its values need."""
+        return torch.float32 if self.block else self.dtype
+
+
+class KeptSection(NamedTuple):
+    """Memory that a rule keeps for a parameter: an item for each `per` elements."""
+
+    name: str
+    dtype: torch.dtype
+    per: int
+
+
+def kept_as(states: tuple[State, ...], dtype: str, block: int = MOST_BLOCK) -> tuple[State, ...]:
+    """Return states as they are with this ``state_dtype`` of a parameter group."""
+    if dtype == "bf16":
+        return tuple(state._replace(dtype=torch.bfloat16) for state in states)
+    if dtype == "int8" and block:
+        coded = {True: torch.int8, False: torch.uint8}
+        return tuple(state._replace(dtype=coded[state.is_signed], block=block) for state in states)
+    return states
+
+
+def block_of(shape: Sequence[int], order: Sequence[int]) -> int:
+    """Return how many elements of a parameter share an exponent, where states have 8 bits; 0: they stay in fp32.
+
+    The block is the largest of 128, 64 and 32 that divides a row, which is all that has one index of dimension 0.
+
+    Args:
+        shape: of the whole parameter, whatever a rank has of it.
+        order: its dimensions from the slowest to the fastest in memory.
+    """
+    row = math.prod(shape[1:])
+    if len(shape) < 2 or order[0] != 0 or row < 64 or shape[0] * row < 4096:
+        return 0
+    return next((block for block in (MOST_BLOCK, 64, 32) if row % block == 0), 0)
 
 
 SWITCHES: Mapping[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
@@ -76,10 +126,30 @@ class UpdateRule:
         """The rule of a parameter group, whose hyperparameters `check` has passed."""
         return self
 
+    def of_param(self, shape: Sequence[int], order: Sequence[int]) -> UpdateRule:
+        """The rule of one parameter of the group: in 8 bits it depends on the parameter, see `block_of`."""
+        return self
+
+    def is_in(self, rule: UpdateRule) -> bool:
+        """Whether this is the rule of a parameter of a group with that rule."""
+        return self is rule or self == rule
+
+    @property
+    def block(self) -> int:
+        """Elements that share an exponent; 0: there are no exponents."""
+        return max((state.block for state in self.states), default=0)
+
+    @property
+    def kept(self) -> tuple[KeptSection, ...]:
+        """List what keeps its states: an array of each, and behind them the exponents of those in 8 bits."""
+        coded = [state for state in self.states if state.block]
+        exponents = (KeptSection(f"{state.name} exponents", torch.uint8, state.block) for state in coded)
+        return (*(KeptSection(state.name, state.dtype, 1) for state in self.states), *exponents)
+
     @property
     def dithers(self) -> bool:
         """Whether a state is rounded by chance."""
-        return any(state.dtype is torch.bfloat16 for state in self.states)
+        return any(state.dtype is not torch.float32 for state in self.states)
 
     def dither(self, step: int) -> tuple[float, ...]:
         """Return by what the rounding of a step is dithered beside its elements: an fp32 number, or nothing."""

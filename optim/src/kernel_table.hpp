@@ -14,14 +14,19 @@ enum GradDtype { kFp32, kBf16, kFp16, kNumGradDtypes };
 
 constexpr std::size_t kMaxStates = 4;
 
-// What the rounding of 16-bit states is dithered by, beside the step: the same for an element, whoever updates it.
+// States in codes of 8 bits have an exponent for each block of 32, 64 or 128 elements.
+constexpr std::size_t kMostBlock = 128;
+
+// What the rounding of narrow states is dithered by, beside the step: the same for an element, whoever updates it.
 struct Dither {
   std::uint32_t param;  // number of the parameter
   std::uint32_t index;  // of the first element, in the whole parameter
+  std::uint32_t block;  // elements that share an exponent, of which all there are is a multiple; 0: there are none
 };
 
-// One step over a run of elements. grad_scale is unscaling and clipping in one factor, negative to maximize.
-// differs: gets the old word xor the new one of each 16-bit parameter; or null.
+// One step over a run of elements. grad_scale is unscaling and clipping in one factor, negative to maximize. States are
+// those of the rule; where they are coded their exponents follow, in the same order. differs: gets the old word xor the
+// new one of each 16-bit parameter; or null.
 using Update = void (*)(void* param, void* master, const void* grad, void* const* states, std::size_t numel,
                         float grad_scale, const float* scalars, Dither dither, std::uint16_t* differs);
 
@@ -29,6 +34,7 @@ using Update = void (*)(void* param, void* master, const void* grad, void* const
 struct RuleKernels {
   const char* name;
   std::size_t num_states, state_size, num_scalars;
+  bool is_coded;  // each state has exponents
   Update update[kNumMasterForms][kNumGradDtypes];
 };
 

@@ -84,12 +84,18 @@ void check(const LoggedStep& step, const Segment& s, const RuleKernels& rule) {
   }
 }
 
-void check(const Origin& origin, const RuleKernels& rule) {
+void check(const Origin& origin, const RuleKernels& rule, std::int64_t numel) {
   const auto is_size = [](std::int64_t size) { return size > 0; };
   const bool dithers = rule.state_size < sizeof(float);
   if (origin.sizes.empty() == dithers || origin.sizes.size() != origin.strides.size() ||
       !std::all_of(origin.sizes.begin(), origin.sizes.end(), is_size)) {
     throw std::invalid_argument(std::string(rule.name) + (dithers ? " needs" : " does without") + " an origin");
+  }
+  const std::int64_t block = origin.block;
+  const bool is_block = block == 32 || block == 64 || block == static_cast<std::int64_t>(kMostBlock);
+  if (rule.is_coded ? !is_block : block != 0) throw std::invalid_argument(std::to_string(block) + " is no size of a block");
+  if (rule.is_coded && (numel % block != 0 || origin.start % block != 0 || origin.sizes.back() % block != 0)) {
+    throw std::invalid_argument("a block of " + std::to_string(block) + " elements is cut");
   }
 }
 
@@ -97,11 +103,11 @@ void check(const Segment& s, const KernelTable& kernels) {
   check_numel(s.numel);
   check_choice("rule", s.rule, static_cast<int>(kernels.num_rules));
   const RuleKernels& rule = kernels.rules[s.rule];
-  check_count(rule.name, "states", s.states.size(), rule.num_states);
+  check_count(rule.name, "states", s.states.size(), rule.num_states * (rule.is_coded ? 2 : 1));
   check_choice("form", s.form, kNumMasterForms);
   check_address("master", s.master, kMasterSize[s.form], s.numel);
   for (const Address state : s.states) check_address("state", state, rule.state_size, s.numel);
-  check(s.origin, rule);
+  check(s.origin, rule, s.numel);
   for (const LoggedStep& step : s.log) check(step, s, rule);
   if (!s.log.empty() && s.form != kFull) check_address("base", s.base, kParamSize[s.form], s.numel);
   if (s.grad == 0) return;
@@ -279,17 +285,21 @@ class RowSum {
   SumLanes lanes_;
 };
 
-// Memory that the updates of a segment write beside its parameter: an item for each of its elements.
+// Memory that the updates of a segment write beside its parameter: an item for each of its elements, or blocks of them.
 struct Row {
+  std::size_t bytes_of(std::size_t numel) const { return numel / per * itemsize; }
   Address address;
-  std::size_t itemsize;
+  std::size_t itemsize, per;
 };
 
 struct Rows {
   Rows() = default;
   Rows(const KernelTable& kernels, const Segment& s) {
+    const RuleKernels& rule = kernels.rules[s.rule];
     add(s.master, kMasterSize[s.form]);
-    for (const Address state : s.states) add(state, kernels.rules[s.rule].state_size);
+    for (std::size_t k = 0; k < s.states.size(); ++k) {
+      add(s.states[k], rule.state_size, k < rule.num_states ? 1 : s.origin.block);
+    }
     if (s.grad != 0) add(s.tail, kParamSize[s.form]);
   }
 
@@ -298,8 +308,8 @@ struct Rows {
   std::size_t count = 0;
 
  private:
-  void add(Address address, std::size_t itemsize) {
-    if (address != 0 && itemsize != 0) row[count++] = {address, itemsize};
+  void add(Address address, std::size_t itemsize, std::size_t per = 1) {
+    if (address != 0 && itemsize != 0) row[count++] = {address, itemsize, per};
   }
 };
 
@@ -325,7 +335,7 @@ void master_from_param(const KernelTable& kernels, int form, const void* param, 
 
 // Elements of a run, from one on, that lie together in the whole parameter; at most `numel`.
 struct Stretch {
-  Stretch(const Origin& origin, std::size_t first, std::size_t most) : numel(most), dither{origin.param, 0} {
+  Stretch(const Origin& origin, std::size_t first, std::size_t most) : numel(most), dither{origin.param, 0, origin.block} {
     if (origin.sizes.empty()) return;
     std::int64_t at = origin.start + static_cast<std::int64_t>(first), index = origin.offset;
     numel = std::min(most, static_cast<std::size_t>(origin.sizes.back() - at % origin.sizes.back()));
@@ -382,7 +392,8 @@ class Strip {
       const Stretch stretch(s_.origin, first_ + done, numel_ - done);
       void* states[kMaxStates] = {};
       for (std::size_t k = 0; k < s_.states.size(); ++k) {
-        states[k] = bytes_at(s_.states[k], (first_ + done) * rule.state_size);
+        const std::size_t at = first_ + done;
+        states[k] = bytes_at(s_.states[k], k < rule.num_states ? at * rule.state_size : at / s_.origin.block);
       }
       rule.update[s_.form][grad_dtype](static_cast<char*>(param) + done * kParamSize[s_.form],
                                        static_cast<char*>(master()) + done * kMasterSize[s_.form],
@@ -434,7 +445,7 @@ class Tiles {
         rows_(summed.empty() ? Rows() : Rows(kernels, segment)) {
     const std::size_t numel = std::min(end * kTileNumel, static_cast<std::size_t>(segment.numel));
     for (std::size_t k = 0; k < rows_.count; ++k) {
-      sums_[k].begin(kernels, summed, rows_.row[k].address + numel * rows_.row[k].itemsize);
+      sums_[k].begin(kernels, summed, rows_.row[k].address + rows_.row[k].bytes_of(numel));
     }
   }
 
@@ -473,8 +484,8 @@ class Tiles {
     }
     for (std::size_t k = 0; k < rows_.count; ++k) {
       const Row& row = rows_.row[k];
-      const Address at = first * row.itemsize, source = row.address == s_.tail ? s_.param : row.address;
-      sums_[k].note_written(row.address + at, numel * row.itemsize, source + at);
+      const Address at = row.bytes_of(first), source = row.address == s_.tail ? s_.param : row.address;
+      sums_[k].note_written(row.address + at, row.bytes_of(numel), source + at);
     }
   }
 
@@ -537,7 +548,7 @@ std::deque<BlockSums> begin_sums(const KernelTable& kernels, const std::vector<c
       if (!has_work(*s)) continue;
       const Rows rows(kernels, *s);
       for (std::size_t k = 0; k < rows.count; ++k) {
-        sums.expect(rows.row[k].address, static_cast<std::size_t>(s->numel) * rows.row[k].itemsize);
+        sums.expect(rows.row[k].address, rows.row[k].bytes_of(static_cast<std::size_t>(s->numel)));
       }
     }
     sums.begin();

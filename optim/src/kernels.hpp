@@ -40,6 +40,7 @@ struct Origin {
   std::int64_t start;   // of the run, within the part
   std::int64_t offset;  // of the part's first element, within the whole
   std::vector<std::int64_t> sizes, strides;  // of the part, and in the whole; empty: the rule does not dither
+  std::uint32_t block;  // see Dither
 };
 
 // A run of elements of one parameter, starting at a multiple of kTileNumel within it.
@@ -47,7 +48,7 @@ struct Segment {
   Address param;   // kSplit: bf16, the upper half; kFull: fp16; kItself: fp32
   Address grad;    // of grad_dtype, or 0: no gradient, there is no step but the logged ones
   Address master;  // kSplit: uint16, the lower half; kFull: fp32; kItself: 0
-  std::vector<Address> states;  // those of the rule in its order
+  std::vector<Address> states;  // those of the rule in its order, and where they are coded their exponents
   Address checksums;  // uint64 per tile, of the parameter as the last update left it; or 0: changes are not looked for
   std::int64_t numel;
   int form;        // MasterForm

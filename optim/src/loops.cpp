@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
 #include <utility>
 
 #include "kernel_table.hpp"
@@ -158,7 +159,10 @@ struct Fp32States {
   using Element = float;
   static constexpr size_t kNumScalars = 0;
   Fp32States(const float*, Dither) {}
-  static float load(float element) { return element; }
+  template <size_t k>
+  float load(float element) const {
+    return element;
+  }
   uint32_t word(size_t) const { return 0; }
   template <size_t k>
   static float store(float value, uint32_t) {
@@ -166,13 +170,11 @@ struct Fp32States {
   }
 };
 
-// bf16, rounded up with the probability with which the value lies above its lower neighbour: a change below half a last
-// place is not lost, but made now and then. `words` in optim/layout/dither.py is the same, and says where it is from.
-struct Bf16States {
-  using Element = uint16_t;
+// 32 random bits for each element: `words` in optim/layout/dither.py is the same, and says where it is from.
+struct Chance {
   static constexpr size_t kNumScalars = 1;  // the step, modulo 2^24
 
-  Bf16States(const float* scalars, Dither dither)
+  Chance(const float* scalars, Dither dither)
       : first(dither.index), before(mixed(mixed(dither.param) + static_cast<uint32_t>(scalars[0]))),
         between(mixed(before + dither.param)) {}
 
@@ -186,16 +188,101 @@ struct Bf16States {
   }
   static uint32_t mixed(uint32_t x) { return rest(halfway(x)); }
 
-  static float load(uint16_t element) { return from_bf16(element); }
   uint32_t word(size_t i) const { return rest(halfway((first + static_cast<uint32_t>(i)) ^ before) ^ between); }
   template <size_t k>
-  static uint16_t store(float value, uint32_t word) {
+  static uint32_t half(uint32_t word) {
     static_assert(k < 2);  // a word has dither for two
-    return static_cast<uint16_t>((bits_of(value) + (k == 0 ? word & 0xffff : word >> 16)) >> 16);
+    return k == 0 ? word & 0xffff : word >> 16;
   }
 
   uint32_t first, before, between;
 };
+
+// bf16, rounded up with the probability with which the value lies above its lower neighbour: a change below half a last
+// place is not lost, but made now and then.
+struct Bf16States : Chance {
+  using Element = uint16_t;
+  using Chance::Chance;
+  template <size_t k>
+  float load(uint16_t element) const {
+    return from_bf16(element);
+  }
+  template <size_t k>
+  static uint16_t store(float value, uint32_t word) {
+    return static_cast<uint16_t>((bits_of(value) + half<k>(word)) >> 16);
+  }
+};
+
+// Codes of 8 bits, and an exponent for each block: docs/numerics.md and optim/layout/codes.py say which. The second state of
+// a rule is a mean of squares.
+struct CodedStates : Chance {
+  using Element = uint8_t;
+  using Chance::Chance;
+};
+
+template <size_t k>
+struct Code {
+  static constexpr bool kIsSigned = k == 0;
+  static constexpr uint32_t kShift = 19;  // 4 bits of fp32's mantissa stay: an octave has 16 levels
+  static constexpr uint32_t kBottom = (kIsSigned ? 121 : 113) << 23;  // the least octave; below it are 16 levels, too
+  static constexpr uint32_t kOffset = (kBottom >> kShift) - 16;
+
+  static uint32_t wide(uint8_t code) { return static_cast<uint32_t>(kIsSigned ? static_cast<int8_t>(code) : code); }
+
+  static float decode(uint32_t code, float scale) {
+    const uint32_t sign = kIsSigned ? code & 0x80000000 : 0;
+    const auto level = static_cast<int32_t>(sign ? -code : code);
+    const float low = static_cast<float>(level) * (float_of(kBottom) * 0x1p-4f);
+    const float share = level < 16 ? low : float_of((static_cast<uint32_t>(level) + kOffset) << kShift);
+    return float_of(bits_of(share * scale) | sign);
+  }
+
+  static uint32_t encode(uint32_t value, float factor, uint32_t word) {
+    const float share = float_of(value & kMagnitude) * factor;
+    const bool is_low = share < float_of(kBottom);
+    const uint32_t bits = bits_of(is_low ? share + float_of(kBottom) : share) + (Chance::half<k>(word) << (kShift - 16));
+    const uint32_t found = (bits >> kShift) - (is_low ? kOffset + 16 : kOffset);
+    const uint32_t level = kIsSigned || found != 0 ? found : 1;
+    return kIsSigned && static_cast<int32_t>(value) < 0 ? -level : level;
+  }
+};
+
+// A block of states on its way: codes, as wide as fp32, become the bits of what the update makes of them.
+template <size_t kNumStates>
+struct BlockStates {
+  using Element = uint32_t;
+  template <size_t k>
+  float load(uint32_t code) const {
+    return Code<k>::decode(code, scale[k]);
+  }
+  uint32_t word(size_t) const { return 0; }
+  template <size_t k>
+  static uint32_t store(float value, uint32_t) {
+    return bits_of(value);
+  }
+
+  float scale[kNumStates];
+};
+
+// The largest magnitude of a block, and with it the exponent: the least with which its level is one that there is.
+struct Top {
+  explicit Top(const uint32_t* __restrict values, size_t numel) {
+    int32_t top = 0;
+    for (size_t i = 0; i < numel; ++i) {
+      const auto magnitude = static_cast<int32_t>(values[i] & kMagnitude);
+      top = top < magnitude ? magnitude : top;
+    }
+    const auto found = static_cast<uint32_t>(top);
+    is_coded = !is_greater(bits_of(0x1p-100f), found) && is_greater(bits_of(0x1p126f), found);
+    exponent = is_coded ? (found + (1u << Code<0>::kShift) - 1) >> 23 : is_greater(found, bits_of(1.0f)) ? 255 : 0;
+    factor = is_coded ? float_of((254 - exponent) << 23) : 0.0f;
+  }
+  bool is_coded;
+  uint32_t exponent;  // biased; 0: all is zero, 255: all is NaN
+  float factor;
+};
+
+float scale_of(uint8_t exponent) { return float_of(exponent == 255 ? kQuietNan : static_cast<uint32_t>(exponent) << 23); }
 
 // ---- the update ----
 
@@ -205,12 +292,12 @@ float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuie
 struct Nothing {};
 
 template <class Rule, class States, class Form, class Grad, class Differs, size_t... k, class... State>
-void update_loop(std::index_sequence<k...>, typename Form::Param* __restrict param,
+[[gnu::always_inline]] inline void update_loop(std::index_sequence<k...>, typename Form::Param* __restrict param,
                  typename Form::Master* __restrict master, const typename Grad::Element* __restrict grad, size_t numel,
                  float grad_scale, const Rule rule, const States kept, Differs* __restrict differs,
                  State* __restrict... states) {
   for (size_t i = 0; i < numel; ++i) {
-    float state[] = {States::load(states[i])..., 0.0f};  // registers: a store to memory before the last load would cost a reload
+    float state[] = {kept.template load<k>(states[i])..., 0.0f};  // registers: a store to memory before the last load would cost a reload
     const float weight = rule(Grad::load(grad[i]) * grad_scale, Form::load(param, master, i), state[k]...);
     [[maybe_unused]] const uint32_t word = kept.word(i);
     ((states[i] = States::template store<k>(settle(state[k]), word)), ...);
@@ -236,22 +323,86 @@ void update(void* param, void* master, const void* grad, void* const* states, si
   run(all, static_cast<Nothing*>(nullptr));
 }
 
+template <size_t k>
+void widen(const uint8_t* __restrict codes, uint32_t* __restrict wide, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) wide[i] = Code<k>::wide(codes[i]);
+}
+
+// Writes zeros from `coded` on.
+void narrow(const uint32_t* __restrict wide, uint8_t* __restrict codes, size_t coded, size_t numel) {
+  for (size_t i = 0; i < coded; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
+  __builtin_memset(codes + coded, 0, numel - coded);
+}
+
+template <size_t... k, class... State>
+void encode_block(std::index_sequence<k...>, const CodedStates kept, size_t first, size_t numel, const float* factors,
+                  State* __restrict... values) {
+  const float factor[] = {factors[k]...};
+  for (size_t i = 0; i < numel; ++i) {
+    const uint32_t word = kept.word(first + i);
+    ((values[i] = Code<k>::encode(values[i], factor[k], word)), ...);
+  }
+}
+
+// The same with states in codes: a block goes through all of it while it is in the nearest cache.
+template <class Rule, class Form, class Grad>
+void update_coded(void* param, void* master, const void* grad, void* const* states, size_t numel, float grad_scale,
+                  const float* scalars, Dither dither, uint16_t* differs) {
+  constexpr size_t kNum = Rule::kNumStates;
+  const CodedStates kept(scalars + Rule::kNumScalars, dither);
+  const size_t block = dither.block;
+  const auto run = [&]<size_t... k>(std::index_sequence<k...> all, auto* wanted) {
+    uint32_t values[kNum][kMostBlock];
+    for (size_t done = 0; done < numel; done += block) {
+      uint8_t* const codes[] = {static_cast<uint8_t*>(states[k]) + done...};
+      uint8_t* const exponents[] = {static_cast<uint8_t*>(states[kNum + k]) + done / block...};
+      (widen<k>(codes[k], values[k], block), ...);
+      update_loop<Rule, BlockStates<kNum>, Form, Grad>(
+          all, static_cast<typename Form::Param*>(param) + done,
+          static_cast<typename Form::Master*>(master) + (master ? done : 0),
+          static_cast<const typename Grad::Element*>(grad) + done, block, grad_scale, Rule(scalars),
+          BlockStates<kNum>{{scale_of(*exponents[k])...}}, wanted + (wanted ? done : 0), values[k]...);
+      const Top tops[] = {Top(values[k], block)...};
+      const float factors[] = {tops[k].factor...};
+      encode_block(all, kept, done, block, factors, values[k]...);
+      (narrow(values[k], codes[k], tops[k].is_coded ? block : 0, block), ...);
+      ((*exponents[k] = static_cast<uint8_t>(tops[k].exponent)), ...);
+    }
+  };
+  constexpr std::make_index_sequence<kNum> all;
+  if constexpr (sizeof(typename Form::Param) == sizeof *differs) {
+    if (differs) return run(all, differs);
+  }
+  run(all, static_cast<Nothing*>(nullptr));
+}
+
+template <class Rule, class States, class Form, class Grad>
+constexpr Update update_of() {
+  if constexpr (std::is_same_v<States, CodedStates>) {
+    return update_coded<Rule, Form, Grad>;
+  } else {
+    return update<Rule, States, Form, Grad>;
+  }
+}
+
 template <class Rule, class States = Fp32States>
 constexpr RuleKernels kernels_of(const char* name) {
-  static_assert(Rule::kNumStates <= kMaxStates);
+  constexpr bool kIsCoded = std::is_same_v<States, CodedStates>;
+  static_assert(Rule::kNumStates * (kIsCoded ? 2 : 1) <= kMaxStates);
   return {name,
           Rule::kNumStates,
           sizeof(typename States::Element),
           Rule::kNumScalars + States::kNumScalars,
-          {{update<Rule, States, SplitMaster, Fp32Grad>,
-            update<Rule, States, SplitMaster, Bf16Grad>,
-            update<Rule, States, SplitMaster, Fp16Grad>},
-           {update<Rule, States, FullMaster, Fp32Grad>,
-            update<Rule, States, FullMaster, Bf16Grad>,
-            update<Rule, States, FullMaster, Fp16Grad>},
-           {update<Rule, States, ItselfMaster, Fp32Grad>,
-            update<Rule, States, ItselfMaster, Bf16Grad>,
-            update<Rule, States, ItselfMaster, Fp16Grad>}}};
+          kIsCoded,
+          {{update_of<Rule, States, SplitMaster, Fp32Grad>(),
+            update_of<Rule, States, SplitMaster, Bf16Grad>(),
+            update_of<Rule, States, SplitMaster, Fp16Grad>()},
+           {update_of<Rule, States, FullMaster, Fp32Grad>(),
+            update_of<Rule, States, FullMaster, Bf16Grad>(),
+            update_of<Rule, States, FullMaster, Fp16Grad>()},
+           {update_of<Rule, States, ItselfMaster, Fp32Grad>(),
+            update_of<Rule, States, ItselfMaster, Bf16Grad>(),
+            update_of<Rule, States, ItselfMaster, Fp16Grad>()}}};
 }
 
 #include "rules/all.hpp"

@@ -39,8 +39,9 @@ void bind_types(nb::module_& m) {
       .def_rw("scalars", &LoggedStep::scalars);
 
   nb::class_<Origin>(m, "Origin")
-      .def(nb::init<std::uint32_t, std::int64_t, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>>(),
-           "param"_a, "start"_a, "offset"_a, "sizes"_a, "strides"_a);
+      .def(nb::init<std::uint32_t, std::int64_t, std::int64_t, std::vector<std::int64_t>, std::vector<std::int64_t>,
+                    std::uint32_t>(),
+           "param"_a, "start"_a, "offset"_a, "sizes"_a, "strides"_a, "block"_a);
 
   nb::class_<Segment>(m, "Segment")
       .def(

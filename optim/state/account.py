@@ -193,7 +193,7 @@ def _stored_bytes(group: GroupSize) -> int:
 
 def _state_bytes(group: GroupSize) -> int:
     trained = (shard for shard in group.shards if shard.trainable)
-    return sum(s.form.numel * state_itemsize(FORM_OF_DTYPE[s.form.dtype], s.rule.states) for s in trained)
+    return sum(int(s.form.numel * state_itemsize(FORM_OF_DTYPE[s.form.dtype], s.rule.states)) for s in trained)
 
 
 def _grad_bytes(group: GroupSize) -> int:

@@ -17,8 +17,8 @@ def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: Kernel
     memory.view(torch.uint8, 0, subgroup.size_bytes).zero_()
     for state in subgroup.rule.states:
         if state.birth:
-            dtype, offset = subgroup.sections[state.name]
-            memory.view(dtype, offset, subgroup.padded_numel).fill_(state.birth)
+            section = subgroup.sections[state.name]
+            memory.view(section.dtype, section.offset, subgroup.padded_numel).fill_(state.birth)
     for run in subgroup.runs:
         if table[run.param].checksums is not None:
             host = table[run.param].copy_of(run)

@@ -1,5 +1,6 @@
 """Plan where the state of each subgroup and each block lives: as the configuration says, within the host budget."""
 
+import math
 import mmap
 import sys
 from collections.abc import Callable, Sequence
@@ -48,10 +49,10 @@ class StatePlacement:
         self._size_of = size_of
         # A master that is not beside its parameter has it in a tail: sealed or not, the widest form is the same.
         widest = state_itemsize(MasterForm.FULL, rule.widest_states) + (self._num_logged or 0) * _GRAD_ITEMSIZE
-        self._largest_block_bytes = TILE_NUMEL * widest
+        self._largest_block_bytes = int(TILE_NUMEL * widest)
         # The mirrors of a device take as much memory as this many more staging buffers, at most.
         narrowest = max(state_itemsize(MasterForm.ITSELF, rule.states), 1)
-        self._mirrors_in_buffers = -(-DeviceMirror.BYTES_PER_ELEMENT // narrowest)
+        self._mirrors_in_buffers = math.ceil(DeviceMirror.BYTES_PER_ELEMENT / narrowest)
         self._on_nvme = self._section.device == "nvme"
         self._is_found = config.host_budget == "auto"
         self._found_bytes = LEAST_BUDGET

@@ -354,7 +354,7 @@ class StateStore(StepState):
         max_numel = self.config.zero_optimization.max_subgroup_numel(numel, on_device=on_device)
         for place in places:
             itemsize = sealed_itemsize if self.durability.takes_all else state_itemsize
-            needed = place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states)
+            needed = int(place.numel * itemsize(FORM_OF_DTYPE[place.dtype], place.rule.states))
             self._placement.check_whole(place.rule, needed, self.table[place.number].name)
         return plan_subgroups(places, max_bytes, max_numel, first=len(self.slots), sealed=self.durability.takes_all)
 

@@ -37,8 +37,26 @@ def take_on(store: StateStore, rule: UpdateRule, group: Mapping[str, Any], numbe
     for leaf, name in new.items():
         check_not_elsewhere(store, leaf, name)
     table, own = store.table, rule.of(group)
-    origins = (Part.of(leaf).origin(len(table)) if own.dithers else None for leaf in new)
-    return [table.add(*pair, number, own, origin) for pair, origin in zip(new.items(), origins, strict=True)]
+    rules = [_rule_of(own, leaf, name) for leaf, name in new.items()]
+    return [
+        table.add(leaf, name, number, its, Part.of(leaf).origin(len(table)) if its.dithers else None)
+        for (leaf, name), its in zip(new.items(), rules, strict=True)
+    ]
+
+
+def _rule_of(own: UpdateRule, leaf: torch.Tensor, name: str) -> UpdateRule:
+    """Return the rule of a parameter of a group. ValueError: its shards cut what shares an exponent in 8 bits."""
+    if not own.block:
+        return own
+    part = Part.of(leaf)
+    its = own.of_param(part.whole, part.order)
+    if its.block and not part.origin(0).has_whole_blocks(its.block):
+        raise ValueError(
+            f'{name}: state_dtype = "int8": each {its.block} elements of a row of {tuple(part.whole)} share an exponent'
+            f", and this rank's part, {part.shape} from {part.offsets} on, cuts them: shard it over dimension 0, or "
+            'give it a parameter group with state_dtype = "fp32"'
+        )
+    return its
 
 
 def follow(store: StateStore, rule: UpdateRule, groups: Sequence[Mapping[str, Any]]) -> None:

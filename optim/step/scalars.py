@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from nvme_offload.offload.warn import warn_user
 from nvme_offload.optim.rules.rule import UpdateRule, rounded
 from nvme_offload.optim.state.body import StepState
 from nvme_offload.optim.state.table import ParamRecord
@@ -14,7 +15,7 @@ def scalars_of(
 ) -> dict[int, StepScalars]:
     """Return the scalars of the next update of these parameters, by index. `grad_scale` multiplies stored gradients."""
     scalars = {}
-    by_step: dict[tuple[int, int], StepScalars] = {}  # most parameters of a group are at the same step
+    by_step: dict[tuple[int, int, bool], StepScalars] = {}  # most parameters of a group are at the same step
     for number, group in enumerate(groups):
         records = [store.table.of(param) for param in group["params"]]
         check_group(rule, group, number, records, store.owner)
@@ -22,12 +23,30 @@ def scalars_of(
         for record in records:
             if record.index not in indices:
                 continue
-            key = number, record.steps + 1
+            key = number, record.steps + 1, record.rule.dithers
             if key not in by_step:
                 [scale] = rounded(-grad_scale if group.get("maximize") else grad_scale)
-                by_step[key] = StepScalars(own.scalars(group, key[1]), scale, own.dither(key[1]))
+                by_step[key] = StepScalars(own.scalars(group, key[1]), scale, record.rule.dither(key[1]))
             scalars[record.index] = by_step[key]
     return scalars
+
+
+def with_own_states(
+    rule: UpdateRule, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return saved groups, each with the ``state_dtype`` that its states have here; say where that is another."""
+    groups = [dict(group) for group in saved]
+    if "state_dtype" not in rule.shaping:
+        return groups
+    for number, (here, group) in enumerate(zip(own, groups, strict=False)):
+        was, now = (each.get("state_dtype", "fp32") for each in (group, here))
+        group |= {"state_dtype": now} if now != was or "state_dtype" in here else {}
+        if now != was:
+            warn_user(
+                f'parameter group {number}: its states were kept with state_dtype = "{was}" and are with "{now}" here: '
+                "each value is converted to the nearest, and training goes on from there as another optimizer"
+            )
+    return groups
 
 
 def check_group(
@@ -37,7 +56,7 @@ def check_group(
     rule.check(group, number)
     other = rule.of(group)
     for record in records:
-        if record.rule is not other and record.rule != other:
+        if not record.rule.is_in(other):
             asked = ", ".join(f"{key} = {group.get(key)!r}" for key in rule.shaping)
             raise ValueError(
                 f"parameter group {number}: {asked}: its state is then {_listed(other)}, and it was made with "

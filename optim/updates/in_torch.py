@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
-from nvme_offload.optim.layout.dither import store_rounded, words
+from nvme_offload.optim.layout.codes import loaded, store
+from nvme_offload.optim.layout.dither import words
 from nvme_offload.optim.layout.flat import unflatten
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.rule import UpdateRule
@@ -142,18 +143,14 @@ def update_run(update: Update, run: RunTensors, here: KernelPool | OnAccelerator
         by_element = differ.repeat_interleave(TILE_NUMEL)[: param.numel()]
         master.copy_(torch.where(by_element, param.float(), master))
     before = None if run.marks is None else param.clone()
-    states = [state.float() for state in run.states]
+    states = loaded(run.states)
     update(master, run.grad.to(param.device).float() * run.scalars.grad_scale, states, run.scalars.of_rule)
     for values in () if on_host else (master, *states):
         values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
     chance = None
     if run.origin is not None:
         chance = words(run.origin, run.start, run.start + param.numel(), run.scalars.dither[0], param.device)
-    for number, (state, updated) in enumerate(zip(run.states, states, strict=True)):
-        if chance is not None and state.dtype is torch.bfloat16:
-            store_rounded(state, updated, chance, number)
-        else:
-            state.copy_(updated)  # where it is fp32, it is the same memory
+    store(run.states, states, chance)
     here.divide(master, param, lower)
     if before is not None and run.marks is not None:
         if differ is not None:  # of a tile that was found changed all is marked

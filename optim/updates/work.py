@@ -43,6 +43,7 @@ class RunTensors(NamedTuple):
     master: torch.Tensor | None
     """uint16 beside bf16, fp32 beside fp16, None for an fp32 parameter."""
     states: Sequence[torch.Tensor]
+    """The arrays that keep the rule's states: see `UpdateRule.kept`."""
     checksums: torch.Tensor | None
     """Checksums of the parameter as the last update left it, int64 per tile; None for an fp32 parameter."""
     scalars: StepScalars
@@ -63,11 +64,16 @@ class RunTensors(NamedTuple):
                 param=self.param[part],
                 grad=self.grad[part],
                 master=None if self.master is None else self.master[part],
-                states=[state[part] for state in self.states],
+                states=[_part(state, self.param.numel() // state.numel(), first, numel) for state in self.states],
                 checksums=None if self.checksums is None else self.checksums[tiles],
                 start=self.start + first,
                 marks=None if self.marks is None else self.marks[words],
             )
+
+
+def _part(items: torch.Tensor, per: int, first: int, numel: int) -> torch.Tensor:
+    """Return the items of so many elements, where there is one for each `per` of them."""
+    return items[first // per : (first + numel) // per]
 
 
 class Places(Protocol):

@@ -81,7 +81,7 @@ class Chooser:
     checkpointing: bool = True
     sequence: int = 0  # tokens of one sequence; 0: not known
     chunked_loss: bool = False  # whether the loss is computed of some tokens at a time
-    bf16_moments: bool = False  # whether the sections that are tried keep moments in bf16
+    moments: str = "fp32"  # the dtype in which the sections that are tried keep moments
 
     def choose(self, shape: ModelShape) -> ChosenSection:
         """Return the fastest section that fits, or what moves least where rates are not known.
@@ -157,7 +157,7 @@ class Chooser:
     @cached_property
     def points(self) -> "tuple[Point, ...]":
         """The space, from what moves least to what needs least memory."""
-        asked = self.micro_batches, self.bf16_moments
+        asked = self.micro_batches, self.moments
         return _points(tuple(self.paths), *asked, tuple(self._keeping()))
 
     def _keeping(self) -> Iterator[tuple[str, str]]:
@@ -184,12 +184,12 @@ class Chooser:
 
 @lru_cache(maxsize=8)  # one for each micro_batches and keeping: what is searched for many models
 def _points(
-    paths: tuple[Path, ...], micro_batches: int, bf16_moments: bool, keeping: tuple[tuple[str, str], ...]
+    paths: tuple[Path, ...], micro_batches: int, moments: str, keeping: tuple[tuple[str, str], ...]
 ) -> "tuple[Point, ...]":
     drive = {"device": "nvme", "nvme_path": [str(path.absolute()) for path in paths]}
     common: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
-    if bf16_moments:
-        common["optimizer"] = {"params": {"state_dtype": "bf16"}}
+    if moments != "fp32":
+        common["optimizer"] = {"params": {"state_dtype": moments}}
     if micro_batches > 1:
         common["gradient_accumulation_steps"] = micro_batches
     memory = {"stage": 3, "offload_optimizer": {"device": "cpu"}}

@@ -158,12 +158,12 @@ class PlacedJob:
         max_bytes = placement.max_subgroup_bytes(fixed, self.copies.update > 0)
         self.subgroups, itemsize, most_numel = self._subgroups(placement, max_bytes)  # the subgroups of one rank
         # Of a subgroup as the optimizer will cut it, which may be smaller than what is planned in one piece.
-        largest = min(max(map(placement.size_bytes, self.subgroups)), most_numel * itemsize)
+        largest = min(max(map(placement.size_bytes, self.subgroups)), int(most_numel * itemsize))
         section = config.zero_optimization.offload_optimizer
         buffer_bytes = round_up(largest, mmap.PAGESIZE) if section.device == "nvme" else 0
         staging = placement.num_buffers(self.subgroups, may_stay=True) * buffer_bytes
         if self.copies.update:
-            staging += DeviceMirror.BYTES_PER_ELEMENT * (largest // itemsize)
+            staging += DeviceMirror.BYTES_PER_ELEMENT * int(largest // itemsize)
         self.tiers: TierPlan = placement.plan(
             [], self.subgroups, staging, mmap.PAGESIZE, blocks, on_device=self.on_device
         )
@@ -267,23 +267,24 @@ class PlacedJob:
     def _placed(self) -> list[tuple[Unit, Tier]]:
         return list(zip(self.tiers.units, self.tiers.tiers, strict=True))
 
-    def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], int, int]:
+    def _subgroups(self, placement: StatePlacement, max_bytes: int) -> tuple[list[Subgroup], float, int]:
         """Cut the state; give with it the bytes of an element, and the most elements of a subgroup in a run."""
         logged = 0 if self.kept is None else self.kept.grad_itemsize * (self.kept.period - 1)
         places = self.account.places(logged)
         size_of, form = state_itemsize if self.kept is None else sealed_itemsize, self.precision.master
         for place in (place for place in places if place.rule.whole):
             what = f"a parameter of {place.numel * self.account.num_shards} elements"
-            placement.check_whole(place.rule, place.numel * size_of(form, place.rule.states), what)
+            placement.check_whole(place.rule, int(place.numel * size_of(form, place.rule.states)), what)
         state_bytes = max(size_of(form, rule.states) for rule in {place.rule for place in places})
         itemsize = max(state_bytes + logged, 1)  # none at all: as many elements as one may have
         numel = sum(place.numel for place in places)
         max_numel = self.job.config.zero_optimization.max_subgroup_numel(numel, on_device=self.on_device)
-        pieces = numel // max(1, min(max_bytes // itemsize, max_numel))
+        fitting = int(max_bytes // itemsize)
+        pieces = numel // max(1, min(fitting, max_numel))
         coarser = 1 + pieces // MAX_SUBGROUPS
         sealed = self.kept is not None
         subgroups = plan_subgroups(places, max_bytes * coarser, max_numel * coarser, sealed=sealed)
-        return subgroups, itemsize, min(max_bytes // itemsize, round_up(max_numel, TILE_NUMEL))
+        return subgroups, itemsize, min(fitting, round_up(max_numel, TILE_NUMEL))
 
 
 def account_of_job(job: Job, machine: Machine) -> Account:

@@ -11,7 +11,7 @@ _GRAIN = 128  # tokens
 _MOST_RANKS = 4096
 _CHUNKED = "a loss that is computed in chunks (Liger's fused linear cross entropy, TRL's use_liger_kernel)"
 _LORA = Lora(16)
-_BF16 = 'moments in bf16 ("optimizer": {"params": {"state_dtype": "bf16"}}; it is another optimizer)'
+_MOMENTS = 'moments in %s ("optimizer": {"params": {"state_dtype": "%s"}}; it is another optimizer)'
 
 
 def remedies(chooser: Chooser, shape: ModelShape) -> list[str]:
@@ -28,8 +28,9 @@ def _single(chooser: Chooser, shape: ModelShape) -> Iterator[str]:
         yield f"{tokens:,} tokens in a micro-batch in place of {chooser.tokens:,}"
     if not chooser.chunked_loss and replace(chooser, chunked_loss=True).fits(shape):
         yield _CHUNKED
-    if not chooser.bf16_moments and replace(chooser, bf16_moments=True).fits(shape):
-        yield _BF16
+    narrow = ("bf16", "int8") if chooser.moments == "fp32" else ()
+    if dtype := next((dtype for dtype in narrow if replace(chooser, moments=dtype).fits(shape)), None):
+        yield _MOMENTS % (dtype, dtype)
     if shape.linears and not shape.adapters and chooser.fits(shape.with_lora(_LORA)):
         yield f"LoRA of rank {_LORA.rank} over the frozen model (--lora r={_LORA.rank})"
     if ranks := _fewest_ranks(chooser, shape):

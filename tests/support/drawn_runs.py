@@ -28,15 +28,16 @@ from nvme_offload import ConfigError, initialize
 from tests.support.forked import fork_here
 from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of, kill, steps_left
 from tests.support.ranks import be_alone, run_ranks
-from tests.support.rules import CASES
+from tests.support.rules import CASES, IN_INT8
 from tests.support.sharded_model import full_state
 from tests.support.tiers import PRECISIONS, Layer, Model, be_eager, loss_of, section
 from tests.support.views_out import end_all_but_the_latest, watch
 
 WIDTH, LAYERS, STEPS = 34, 4, 4
+WIDE = 64  # of rules that keep states in 8 bits, for rows that have blocks
 AT_ONCE = 9  # cases that one start of the ranks goes through
 ALIKE = 3  # cases that are compared with the same run in memory
-RULES = {str(case): {"type": case.name, "params": case.section_params} for case in CASES}
+RULES = {str(case): {"type": case.name, "params": case.section_params} for case in (*CASES, *IN_INT8)}
 RULES["Muon"] = {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}}
 IN_FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 8}}
 DTYPES = PRECISIONS | {"autocast in fp16": PRECISIONS["autocast"] | IN_FP16}
@@ -131,10 +132,11 @@ class Adapted(Layer):
 
 def model_of(case):
     torch.manual_seed(0)
-    model = Model(num_layers=LAYERS, width=WIDTH, tied=case["base"] is None, checkpointing=case["checkpointing"])
+    width = WIDE if "int8" in case["rule"] else WIDTH
+    model = Model(num_layers=LAYERS, width=width, tied=case["base"] is None, checkpointing=case["checkpointing"])
     if case["base"] is not None:
         model.embedding.requires_grad_(False)
-        model.layers = nn.ModuleList(Adapted(WIDTH, case["base"]) for _ in range(LAYERS))
+        model.layers = nn.ModuleList(Adapted(width, case["base"]) for _ in range(LAYERS))
     if case["base"] not in (None, "frozen"):  # so that files say all of it
         for param in filter(is_base, model.parameters()):
             param.data = param.data.to(KEPT.get(case["precision"], torch.float32)).float()

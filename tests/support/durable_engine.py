@@ -16,6 +16,7 @@ TIERS = {
     "unclipped": {"overlap_step": "off", "gradient_clipping": 0.0},
     "speculate": {"overlap_step": "speculate"},
     "moments in bf16": {"optimizer": {"params": {"weight_decay": 0.1, "state_dtype": "bf16"}}},
+    "moments in int8": {"optimizer": {"params": {"weight_decay": 0.1, "state_dtype": "int8"}}},
 }
 TIERS |= {f"{name}, logged": {**more, "rewrite_every": 3} for name, more in TIERS.items()}
 

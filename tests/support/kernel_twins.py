@@ -1,8 +1,10 @@
 """One parameter with the state that an optimizer holds for it, in native kernels and in the twin of its rule."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from nvme_offload import UpdateRule, rounded
 from nvme_offload.optim import kernels
 from nvme_offload.optim.kernels import KernelPool, available_isas, make_segment
+from nvme_offload.optim.layout.codes import loaded
 from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import MasterForm
 from nvme_offload.optim.updates.work import StepScalars
@@ -48,7 +51,9 @@ class State:
     @classmethod
     def of(cls, weights: np.ndarray, form: MasterForm, case: RuleCase = ADAMW) -> "State":
         param, master = stored(weights, form)
-        states = [torch.full((len(weights),), state.birth, dtype=state.dtype) for state in case.rule.states]
+        births = [state.birth for state in case.rule.states]
+        pairs = zip_longest(case.rule.kept, births, fillvalue=0.0)
+        states = [torch.full((len(weights) // kept.per,), birth, dtype=kept.dtype) for kept, birth in pairs]
         return cls(param, master, case.rule, states, POOLS[0].tile_checksums(param))
 
     def update(self, pool: KernelPool, grad: torch.Tensor | None, scalars: StepScalars, **log: Any) -> int:
@@ -70,9 +75,14 @@ class State:
         pairs = {"param": (self.param, param)}
         if master is not None:
             pairs["master"] = self.master, master
-        named = zip(self.rule.states, self.states, twin.states, strict=True)
-        pairs |= {state.name: (own.float(), torch.as_tensor(other)) for state, own, other in named}
+        named = zip(self.rule.states, loaded(self.states), twin.states, strict=True)
+        pairs |= {state.name: (settled(own), settled(torch.as_tensor(other))) for state, own, other in named}
         return [name for name, pair in pairs.items() if not same_bits(*pair)]
+
+
+def settled(values: torch.Tensor) -> torch.Tensor:
+    """A block of 8 bits that is NaN has NaNs of the decoder's."""
+    return values.masked_fill(values.isnan(), math.nan)
 
 
 def stored(weights: np.ndarray, form: MasterForm) -> tuple[torch.Tensor, torch.Tensor | None]:

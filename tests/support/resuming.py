@@ -19,7 +19,7 @@ class ResumedModel(Model):
 
     def __init__(self):
         super().__init__()
-        self.wide = nn.Sequential(nn.Linear(37, 3001), nn.GELU(), nn.Linear(3001, 37))
+        self.wide = nn.Sequential(nn.Linear(37, 3008), nn.GELU(), nn.Linear(3008, 37))
         self.blocks[1][0].requires_grad_(False)
         self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
 

@@ -28,6 +28,8 @@ class RuleCase:
     """Whether a last place of a gradient moves a weight by little, so that each element can be compared."""
     tolerance: float = 1e-6
     """By how much of their norm weights may differ from torch's after 100 steps."""
+    block: int = 128
+    """Elements of a row of the parameters that `rule` is for."""
 
     def __str__(self) -> str:
         shaping = [key for key in self.rule.shaping if key in self.settings]
@@ -43,7 +45,11 @@ class RuleCase:
 
     @property
     def rule(self) -> UpdateRule:
-        return self.kind.rule.of(self.settings)
+        return self.kind.rule.of(self.settings).of_param((128, self.block), (0, 1))
+
+    def with_block(self, block: int) -> RuleCase:
+        """The same of parameters whose rows are of blocks of so many elements, where states are in 8 bits."""
+        return replace(self, block=3 * block)
 
     def make(self, params: Params, offload: Any, **changes: Any) -> OffloadOptimizer:
         return self.kind(params, **{**self.settings, **changes}, offload=offload)
@@ -104,5 +110,7 @@ IN_BF16 = [
     for case in CASES[:2]
 ]
 CASES[-1:-1] = IN_BF16
+IN_INT8 = [replace(case.changed(state_dtype="int8"), tolerance=2e-2) for case in (*CASES[:3], CASES[4])]
+"""They keep 8 bits of matrices alone, so tests over shapes that have none say more of them elsewhere."""
 NAMES = {case.name: case for case in reversed(CASES)}  # one case of each optimizer
 VARIANTS = [(case, changes) for case in CASES for changes in case.variants]

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 import nvme_offload.optim.durable.state
 from nvme_offload import FaultSpec, OffloadAdamW, OffloadConfig, UpdateRule
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from nvme_offload.optim.layout.geometry import Part
 from nvme_offload.optim.rules.elementwise import AdamW
 from tests.support.forked import ROOT, output_of, printed, run_code
 from tests.support.twins import round_states, split_reference, step_reference, twin_of
@@ -148,9 +149,10 @@ class Twin:
             settings = {**self.settings, **self.own_settings.get(i, {})}
             scalars, scale = self.rule.scalars(settings, self.steps[i]), -coef if settings.get("maximize") else coef
             states = [values[i] for values in self.states.values()]
-            twin = twin_of(self.rule.name)
+            twin, of_param = twin_of(self.rule.name), Part.of(self.params[i])
             self.masters[i], *states = step_reference(twin, self.masters[i], grad, states, scalars, scale)
-            states = round_states(self.rule, states, self.steps[i], i)
+            rule = self.rule.of_param(of_param.whole, of_param.order)
+            states = round_states(rule, states, self.steps[i], i)
             for values, updated in zip(self.states.values(), states, strict=True):
                 values[i] = updated
         return norm

@@ -92,7 +92,10 @@ def step_reference(
 
 
 def round_states(rule: UpdateRule, states: Sequence[Fp32], step: int, param: int = 0, first: int = 0) -> list[Fp32]:
-    """States as they are kept: in bf16 rounded up where a hash of parameter, step and index passes what is cut off."""
+    """States as they are kept: in bf16 rounded up where a hash of parameter, step and index passes what is cut off.
+
+    In 8 bits they are the nearest two of some levels of a block's largest, one of them by that hash.
+    """
     if not rule.dithers:
         return list(states)
     with np.errstate(over="ignore"):
@@ -100,13 +103,51 @@ def round_states(rule: UpdateRule, states: Sequence[Fp32], step: int, param: int
         between = _hashed(before + np.uint32(param))
         words = _hashed(np.arange(first, first + states[0].size, dtype=np.uint32) ^ before, between)
     dithers = words & np.uint32(0xFFFF), words >> np.uint32(16)
+    if rule.block:
+        signs = (state.is_signed for state in rule.states)
+        each = zip(states, dithers, signs, strict=False)
+        return [
+            decode_reference(*encode_reference(values, dither, rule.block, is_signed=sign), is_signed=sign)
+            for values, dither, sign in each
+        ]
     bits = [settle(values).view(np.uint32) for values in states]
     return [
         np.where(np.isnan(values), bit, np.where(bit % 2**16 + dither >= 2**16, bit + 2**16, bit) >> 16 << 16)
         .astype(np.uint32)
         .view(np.float32)
-        for values, bit, dither in zip(states, bits, dithers, strict=True)
+        for values, bit, dither in zip(states, bits, dithers, strict=False)
     ]
+
+
+def encode_reference(values: Fp32, dither: Any, block: int, *, is_signed: bool) -> tuple[Any, Any]:
+    """Codes of docs/numerics.md, int8 or uint8 [numel], and exponents, uint8 [numel / block]; `dither` has 16 bits."""
+    blocks, octaves = values.reshape(-1, block), 7 if is_signed else 15
+    dither = np.broadcast_to(np.asarray(dither, np.uint32), values.shape).reshape(blocks.shape)
+    with np.errstate(all="ignore"):
+        top = np.abs(blocks).max(axis=1)
+        is_nan, is_zero = ~(top < np.float32(2.0**126)), top < np.float32(2.0**-100)
+        mantissa, exponent = np.frexp(np.where(is_nan | is_zero, np.float32(1), top))  # the mantissa is in [0.5, 1)
+        exponent += mantissa > np.float32(31 / 32)
+        shares = np.abs(blocks) * np.ldexp(np.float32(1), 1 - exponent)[:, None]
+        bottom = np.float32(2.0 ** (1 - octaves))
+        low = np.where(shares < bottom, bottom, np.float32(0))
+        at = (shares + low).view(np.uint32) + (dither << np.uint32(3)) >> np.uint32(19)
+    levels = at.astype(np.int64) - (int(bottom.view(np.uint32)) >> 19) + np.where(low > 0, 0, 16)
+    levels = np.where(np.signbit(blocks), -levels, levels) if is_signed else np.maximum(levels, 1)
+    levels[is_nan | is_zero] = 0
+    stored = np.where(is_nan, 255, np.where(is_zero, 0, exponent + 126))
+    return levels.astype(np.int8 if is_signed else np.uint8).reshape(-1), stored.astype(np.uint8)
+
+
+def decode_reference(codes: Any, exponents: Any, *, is_signed: bool) -> Fp32:
+    """The values of codes, fp32 [numel], exactly."""
+    levels, lowest = np.abs(codes.astype(np.int64)), -6 if is_signed else -14
+    octaves = np.maximum(levels // 16 - 1, 0)
+    mantissas = np.where(levels < 16, levels, levels % 16 + 16) * np.sign(codes.astype(np.int64))
+    scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents.astype(np.int64) - 127))
+    scales[exponents == 0] = 0
+    values = np.ldexp(mantissas.astype(np.float64), octaves + lowest - 4).reshape(len(exponents), -1) * scales[:, None]
+    return values.reshape(-1).astype(np.float32)
 
 
 def _hashed(x, between=_ZERO):  # lowbias32

@@ -17,4 +17,8 @@ constexpr RuleKernels kRules[] = {
     kernels_of<SGDMomentum>("SGD with momentum"),
     kernels_of<AdamW, Bf16States>("AdamW with bf16 states"),
     kernels_of<Adam, Bf16States>("Adam with bf16 states"),
+    kernels_of<AdamW, CodedStates>("AdamW with int8 states"),
+    kernels_of<Adam, CodedStates>("Adam with int8 states"),
+    kernels_of<Lion, CodedStates>("Lion with int8 states"),
+    kernels_of<SGDMomentum, CodedStates>("SGD with momentum with int8 states"),
 };

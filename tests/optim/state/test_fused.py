@@ -13,7 +13,7 @@ from tests.optim.state.test_on_device import (
     updated_by,
 )
 from tests.support.late_device.fused import Queued
-from tests.support.rules import CASES, VARIANTS
+from tests.support.rules import CASES, IN_INT8, VARIANTS
 from tests.support.training import BLOCK, assert_same_bits, run_child
 
 kernels = pytest.importorskip("nvme_offload.optim.fused.kernels", reason="make triton", exc_type=ImportError)
@@ -30,6 +30,11 @@ updated = updated_by(kernels)
 @pytest.mark.parametrize("case", CASES[:1] + CASES[-2:-1], ids=str)
 def test_an_update_has_the_bits_of_the_kernel(case):
     assert_bits_of_the_kernel(case, torch.bfloat16, 2049, updated)
+
+
+@pytest.mark.parametrize("case", [case.with_block(block) for case in IN_INT8[1:3] for block in (128, 32)], ids=str)
+def test_an_update_in_8_bits_has_the_bits_of_the_kernel(case):
+    assert_bits_of_the_kernel(case, torch.bfloat16, 2048 + 384, updated)
 
 
 @pytest.mark.slow
@@ -92,7 +97,7 @@ from collections import Counter
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nvme_offload.optim.fused import kernels
-from tests.support.rules import VARIANTS
+from tests.support.rules import IN_INT8, VARIANTS
 
 def compiled(function, types, constants):
     source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)), constants)
@@ -102,17 +107,18 @@ def compiled(function, types, constants):
     print(*re.findall(r"\\b[a-z]+[.](?:[a-z0-9]+[.])*f(?:16|32|64)\\b", made["ptx"]), sep="\\n")
 
 seen = set()
-for case, changes in VARIANTS:
+for case, changes in (*VARIANTS, *((case, {}) for case in IN_INT8)):
     case = case.changed(**changes)
     rule = case.rule
     update, numbers = kernels.traced(rule, rule.scalars(case.settings, 2))
     if update in seen:
         continue
     seen.add(update)
-    state = "*i16" if rule.dithers else "*fp32"
+    states = {torch.float32: "*fp32", torch.bfloat16: "*i16", torch.int8: "*i8", torch.uint8: "*u8"}
+    states = tuple(states[kept.dtype] for kept in rule.kept)
     origin = ("i64", "i64", "i32", "i32", ("i32", "i32"), ("i64", "i32")) if rule.dithers else ()
     for form, (param, master) in enumerate((("*i16", "*i16"), ("*i16", "*fp32"), ("*fp32", "*fp32"))):
-        types = ["constexpr"] * 3 + [param, "*i16", master, (state,) * len(rule.states), "*i64", "*i64", "*i64"]
+        types = ["constexpr"] * 3 + [param, "*i16", master, states, "*i64", "*i64", "*i64"]
         types += [("fp32",) * len(numbers), "fp32", origin, "*i64", "i32", "constexpr"]
         how = {"UPDATE": update, "FORM": form, "BF16_GRAD": True, "MARKS": form < 2}
         compiled(kernels._update_tile, types, how)

@@ -217,7 +217,7 @@ def weights(dtype, rule, pool, numel=NUMEL):
         param.copy_(wild(numel, 1))
     else:
         pool.divide(wild(numel, 1), param, lower)
-    return param, lower, [torch.zeros(numel, dtype=state.dtype) for state in rule.states]
+    return param, lower, [torch.zeros(numel // kept.per, dtype=kept.dtype) for kept in rule.kept]
 
 
 def gradient(step, dtype, numel=NUMEL):
@@ -231,8 +231,9 @@ def assert_bits_of_the_kernel(case, dtype, numel, update):
     """Take three steps with gradients of three dtypes; in the second one somebody else has changed a tile."""
     pool, there, rule, is_half = KernelPool(1), OnAccelerator(), case.rule, dtype is not torch.float32
     ours, theirs = weights(dtype, rule, pool, numel), weights(dtype, rule, pool, numel)
-    # The part is 10 x 11 x 608 of a larger tensor, and the run begins in it behind 11 elements.
-    origin = Origin(3, 2**32 - 10**7, (10, 11, 608), (10**6, 10**4, 1)) if rule.dithers else None
+    # The part is 10 x 11 x 640 of a larger tensor, and the run begins in it behind some elements.
+    origin = Origin(3, 2**32 - 2**23, (10, 11, 640), (2**20, 2**13, 1)) if rule.dithers else None
+    start = rule.block or 11
     sums, known = (there.tile_checksums(ours[0]), pool.tile_checksums(theirs[0])) if is_half else (None, None)
     marks = [torch.zeros(num_marks(numel), dtype=torch.int64) if is_half else None for _ in range(2)]
     for step, grad_dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), start=1):
@@ -240,17 +241,17 @@ def assert_bits_of_the_kernel(case, dtype, numel, update):
             ours[0][numel // 2] = theirs[0][numel // 2] = 1.5
         grad, scale = gradient(step, grad_dtype, numel), float(np.float32(0.7))
         scalars = StepScalars(rule.scalars(case.settings, step), scale, (step,) if rule.dithers else ())
-        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin, 11, marks[0])
+        run = RunTensors(ours[0], grad, ours[1], ours[2], sums, scalars, origin, start, marks[0])
         segment = make_segment(
             param=theirs[0], grad=grad, master=theirs[1], states=theirs[2], checksums=known, rule=rule,
-            scalars=scalars.of_kernel, grad_scale=scale, origin=origin, start=11, marks=marks[1],
+            scalars=scalars.of_kernel, grad_scale=scale, origin=origin, start=start, marks=marks[1],
         )  # fmt: skip
         assert int(update(rule, run)) == sum(pool.update([segment])) == (step == 2 and is_half)
         assert sums is None or torch.equal(sums, there.tile_checksums(ours[0]))
         assert sums is None or torch.equal(*marks)
         flat = [[part for part in (each[0], each[1], *each[2]) if part is not None] for each in (ours, theirs)]
         for one, other in zip(*flat, strict=True):
-            as_int = {2: torch.int16, 4: torch.int32}[one.element_size()]
+            as_int = {1: torch.int8, 2: torch.int16, 4: torch.int32}[one.element_size()]
             assert torch.equal(one.view(as_int), other.view(as_int))
 
 
