@@ -206,18 +206,18 @@ class OptimizerStats:
         numbers = {name: value for name, value in known.items() if isinstance(value, int | float)}
         return {prefix + name: value for name, value in (numbers | _of_iteration(self.iteration)).items()}
 
+    @staticmethod
+    def is_counter(name: str) -> bool:
+        """Whether a number of `scalars` only grows, from construction on; all others go up and down."""
+        return name not in _GAUGES and not name.startswith("iteration_")
+
 
 _GAUGES = {
     *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "total_norm", "clip_coef", "committed_step"),
     *("rewrite_every", "written_per_day", "checkpoint_progress"),
     *(f"{kind}_bytes" for kind in ("host_state", "device_state", "param_host", "grad_host")),
 }
-
-
-def is_counter(name: str) -> bool:
-    """Whether a number of `OptimizerStats.scalars` only grows, from construction on; all others go up and down."""
-    return name not in _GAUGES and not name.startswith("iteration_")
-
+"""Numbers that go up and down."""
 
 _NO_NUMBERS = ("iteration", "commit_failure")
 """Fields that may be None and are no number otherwise."""

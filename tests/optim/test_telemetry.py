@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from nvme_offload import OffloadAdamW, Span, initialize, write_trace
 from nvme_offload.optim.telemetry import run_record
 from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of_rank, read_records
-from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter, is_counter
+from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter
 from nvme_offload.optim.telemetry.trace import TRACKS, trace_events
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
 
@@ -206,7 +206,7 @@ def test_names_are_those_of_the_page_and_never_change(optimizer):
     after = optimizer.stats().scalars()
     assert list(before) == list(after)
     assert all(type(value) in (int, float) for value in after.values())
-    kinds = [(name, "counter" if is_counter(name) else "gauge") for name in after]
+    kinds = [(name, "counter" if optimizer.stats().is_counter(name) else "gauge") for name in after]
     assert ROW.findall(PAGE.read_text(encoding="utf-8")) == kinds
 
 
