@@ -325,7 +325,7 @@ def trainer_over(kind, folder, args, *callbacks):
     ],
 )
 def test_a_run_that_is_told_to_end_saves_and_goes_on_with_the_same_bits(kind, where, tmp_path):
-    args = arguments(tmp_path / "out", enable_jit_checkpoint=True)
+    args, before = arguments(tmp_path / "out", enable_jit_checkpoint=True), signal.getsignal(signal.SIGTERM)
     with trainer_over(kind, tmp_path, args) as (trainer, weights):
         trainer.train()
         expected = dict(weights())
@@ -334,7 +334,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_with_the_same_bits(kind, wh
         preempted.trainer = trainer
         trainer.train()
         assert 2 <= trainer.state.global_step <= 3
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
     with trainer_over(kind, tmp_path, args) as (trainer, weights):
         trainer.train(resume_from_checkpoint=True)
         assert trainer.state.global_step == 6

@@ -103,10 +103,13 @@ def demo(
             run_experiment("demo", title, measured, lambda _: conclusion(*runs), path=drive, save_to=out, asked=asked)
         trace = ON_NVME.weights(Path(swap))
         shutil.move(trace, out / "trace.json")
-        shutil.move(f"{trace}.jsonl", out / "run.jsonl")
+        log = Path(f"{trace}.jsonl")
+        if noted := log.exists():  # a full drive may have kept the run from noting anything
+            shutil.move(log, out / "run.jsonl")
     for log in (log for log in out.glob("ours*.log") if not log.stat().st_size):
         log.unlink()
-    report(out / "run.jsonl", None)
+    if noted:
+        report(out / "run.jsonl", None)
     typer.echo(f"for ui.perfetto.dev: {out / 'trace.json'}")
     if differences(*runs):
         raise typer.Exit(1)

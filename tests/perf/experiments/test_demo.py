@@ -108,7 +108,7 @@ def test_the_trace_has_every_step(finished):
 def test_nothing_is_left_on_the_drive(finished):
     # A log stays only where something was said in it, for example which engine was passed over.
     names = {re.sub(r"^.*Z-", "", path.name) for path in finished[1].iterdir() if path.suffix != ".log"}
-    assert names == {"trace.json", "demo.json", "demo.md"}
+    assert names == {"trace.json", "demo.json", "demo.md", "run.jsonl", "report.html"}
 
 
 def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
@@ -125,6 +125,7 @@ def test_a_difference_is_an_error(runs, tmp_path, monkeypatch):
     code, output = output_of("--size", "tiny", "--out", str(tmp_path))
     assert code == 1
     assert f"NOT bit-identical: {name}" in output
+    assert "for ui.perfetto.dev" in output, "it came to its end"
 
 
 def test_differences_names_losses_and_missing_digests(runs):
