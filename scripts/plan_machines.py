@@ -53,13 +53,13 @@ CARDS = (("4090", 64), ("4090", 128), ("h100", 256))
 """Cards by name, and GiB of their hosts."""
 TOKENS, MICRO_BATCHES = 2048, 32
 WIDTH, RANK, FEW, MOST_TOKENS = 512, 4, 2, 64
-"""Of the small models: the width of a matrix that is a layer, and of adapters; micro-batches, and tokens of each."""
+"""Small models have these: the width of a matrix that is a layer, and of adapters; micro-batches, and their tokens."""
 COMPUTING, COUNT, ROUNDS, MOST_MOVING = 3.0, 2, 2, 2.0
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 * KiB), "MALLOC_TRIM_THRESHOLD_": str(64 * KiB)}
 """Without it malloc keeps freed tensors of such small layers: 50 MiB beside 23 that are planned."""
 LIMITS = {"memory": 0.10, "bytes": 0.02, "seconds": 0.15}
 BLOCK_BYTES = 2 * WIDTH**2
-"""Of bytes, a layer each way is within the limits, too: a budget that holds nearly all of a small model leaves out
+"""A layer each way is within the limit of bytes, too: a budget that holds nearly all of a small model leaves out
 another part of it."""
 
 
@@ -164,7 +164,7 @@ class HandMachine:
         return model.bfloat16() if self.shape.adapters else model
 
     def small_shape(self) -> ModelShape:
-        """What a plan knows of it."""
+        """The small model as a plan knows it."""
         model = self.small_model()
         found = ModelShape.of_layers(model, self.name, WIDTH)
         idle = sum(self.shape.idle) / sum(map(sum, self.shape.layers))

@@ -183,7 +183,7 @@ KINDS = {"optimizer state": "", "parameters": "param_", "gradients": "grad_", "a
 
 def bytes_moved(scalars: Mapping[str, float], way: str) -> float:
     """Return the bytes ``read`` or ``written``, of all `KINDS`."""
-    return sum(scalars.get(f"{prefix}bytes_{way}", 0.0) for prefix in KINDS.values())
+    return sum(scalars.get(f"{prefix}bytes_{way}") or 0.0 for prefix in KINDS.values())
 
 
 _HEAD = {"host": str, "pid": COUNT, "started": float}

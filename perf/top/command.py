@@ -68,7 +68,7 @@ _SHAPE: Mapping[str, Any] = {
     "tiers": {EACH: dict.fromkeys(TIERS, COUNT)},
     "planned": ({EACH: {EACH: float}}, _NONE),
     "paths": [str],
-    "since": (dict.fromkeys(("seconds", "drive_busy_seconds", "bytes_read", "bytes_written"), float), _NONE),
+    "since": (dict.fromkeys(("seconds", "steps", "drive_busy_seconds", "bytes_read", "bytes_written"), float), _NONE),
     "scalars": {"steps": COUNT, "achieved_depth": float, EACH: (float, _NONE)},
 }
 """The fields of a record that are shown, and what each must be."""
@@ -166,7 +166,7 @@ def _history(history: Sequence[Mapping[str, Any]], room: int) -> Table:
     """Return two lines, as wide as there is room: bytes a second, and seconds of a step, from the first to the last."""
     spans = [each["since"] for each in history if each["since"] and each["since"]["seconds"] > 0][-room:]
     rates = [(since["bytes_read"] + since["bytes_written"]) / since["seconds"] for since in spans]
-    steps = [since["seconds"] / since["steps"] for since in spans if since.get("steps")]
+    steps = [since["seconds"] / since["steps"] for since in spans if since["steps"] > 0]
     table = _grid(room)
     for words, values, most in (("rate", rates, format_rate), ("seconds of a step", steps, _seconds)):
         if values:
@@ -175,8 +175,8 @@ def _history(history: Sequence[Mapping[str, Any]], room: int) -> Table:
 
 
 def _line(values: Sequence[float]) -> str:
-    highest = max(values) or 1.0
-    return "".join(LEVELS[round((len(LEVELS) - 1) * value / highest)] for value in values)
+    highest, top = max(values) or 1.0, len(LEVELS) - 1
+    return "".join(LEVELS[min(top, max(0, round(top * value / highest)))] for value in values)
 
 
 def _iteration(scalars: Mapping[str, float | None], limit: str | None, room: int) -> RenderableType:
@@ -281,7 +281,7 @@ def _watch(path: Path, runs: list[RunOnShow], interval: float, console: Console)
                 break
             found = dict[Any, RunOnShow]()
             with suppress(NoRunError, OSError):
-                found = {run.key: run for run in runs_of(path)[0]}
+                found = {run.key: run for run in runs_of(path, 1)[0]}
             runs = [run.then(found.pop(run.key, None)) for run in runs] + list(found.values())
             live.update(_page(runs, console.width, console.height), refresh=True)
 
@@ -344,9 +344,8 @@ class RunOnShow:
         """Return how the run is now, with what was seen before; None: its file is gone."""
         if now is None:
             return replace(self, is_there=False)
-        before = [*self.history, *now.history]
-        by_time = {each["time"]: each for each in before}
-        return replace(now, history=tuple(by_time[at] for at in sorted(by_time))[-HISTORY:])
+        later = (each for each in now.history if each["time"] > self.record["time"])
+        return replace(now, history=(*self.history, *later)[-HISTORY:])
 
     @property
     def free_bytes(self) -> int | None:
@@ -364,10 +363,11 @@ class RunOnShow:
         return self.state in ("ended", "gone")
 
 
-def runs_of(path: Path) -> tuple[list[RunOnShow], list[str]]:
+def runs_of(path: Path, most: int = HISTORY) -> tuple[list[RunOnShow], list[str]]:
     """The runs at a path: a log, a run directory, or a folder with run directories or logs of ranks in it.
 
-    Also says what else is there and cannot be read. NoRunError: there is no run.
+    Each has so many records of its history at most. Also says what else is there and cannot be read. NoRunError: there
+    is no run.
     """
     if path.is_dir():
         own = path / RECORD_NAME
@@ -385,7 +385,7 @@ def runs_of(path: Path) -> tuple[list[RunOnShow], list[str]]:
     runs, problems = list[RunOnShow](), list[str]()
     for file in files:
         try:
-            if records := [_checked(file, record) for record in read_records(file)[-HISTORY:]]:
+            if records := [_checked(file, record) for record in read_records(file)[-most:]]:
                 runs.append(RunOnShow(records[-1], history=tuple(records)))
         except FileNotFoundError:
             pass  # it ended at this moment

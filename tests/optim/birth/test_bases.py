@@ -181,7 +181,7 @@ HARMS = {
     "its size_bytes was": lambda file, content: os.truncate(file, len(content) // 2),
     "": lambda file, content: (file.rename(f"{file}.old"), file.write_bytes(bytes(len(content)))),
 }
-"""What somebody does to a file of a base, by what is said; a run goes on with the bytes of one that was replaced."""
+"""Somebody does this to a file of a base, by what is said; a run goes on with the bytes of one that was replaced."""
 
 
 @pytest.mark.parametrize("said", HARMS)

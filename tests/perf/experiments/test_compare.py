@@ -122,7 +122,7 @@ def test_a_contender_on_a_device_says_what_it_took_there(contender, tmp_path):
 
 
 def of_one(contender, folder, **more):
-    """What one contender's process says, by its kind, and its weights."""
+    """Return what one contender's process says, by its kind, and its weights."""
     folder.mkdir()
     order = {"package": None, "size": SIZE, "tokens": 128, "threads": 1, "swap": str(folder), **more}
     said, weights = {}, folder / "weights"

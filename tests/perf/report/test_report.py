@@ -30,7 +30,7 @@ def written(folder, *options, status=0):
 
 
 def drawn(page, tag, kind):
-    """What the elements of a kind have, of every chart in turn."""
+    """Return what the elements of a kind have, of every chart in turn."""
     charts = [ElementTree.fromstring(each.partition("</svg>")[0] + "</svg>") for each in split(page)]
     return [element.attrib for chart in charts for element in chart.iter(tag) if element.get("class") == kind]
 
