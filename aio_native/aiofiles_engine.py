@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import aiofiles.os
 
-from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
-from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
-from nvme_offload.aio_native.requests import Request
+from .engine import EngineOptions, EngineUnavailable, Op
+from .injection import Completion
+from .python_engine import OwnerThread, PythonEngine
+from .requests import Request
 
 _TRANSFERS = {Op.READ: aiofiles.os.wrap(os.preadv), Op.WRITE: aiofiles.os.wrap(os.pwritev)}
 

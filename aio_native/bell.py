@@ -4,8 +4,8 @@ import os
 import select
 from contextlib import suppress
 
-from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.aio_native.engine import Operation
+from .descriptor import Descriptor
+from .engine import Operation
 
 
 class Bell:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from nvme_offload.aio_native.faults import FaultSpec
+from .faults import FaultSpec
 
 DRAIN_POLL_SECONDS = 0.001
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from nvme_offload.aio_native.interrupt import DeferredInterrupt, is_inside
+from .interrupt import DeferredInterrupt, is_inside
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nvme_offload.aio_native.engine import Op
-from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.aio_native.requests import Request
+from .engine import Op
+from .faults import FaultSpec
+from .requests import Request
 
 Completion = tuple[Request, int]
 """A request and its result: bytes moved, or a negative errno."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from nvme_offload.aio_native.bell import Bell
-from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
-from nvme_offload.aio_native.requests import Request
+from .bell import Bell
+from .injection import Completion
+from .python_engine import OwnerThread, PythonEngine
+from .requests import Request
 
 
 class NullThread(OwnerThread):

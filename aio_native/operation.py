@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from nvme_offload.aio_native.engine import Failure, Op, Segment, check_timeout
+from .engine import Failure, Op, Segment, check_timeout
 
 
 class PythonOperation:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import ClassVar
 
-from nvme_offload.aio_native import engine
-from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.aio_native.injection import Completion, FaultInjector
-from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.aio_native.requests import Request, RequestQueue, check_segments, lost
-from nvme_offload.aio_native.starting import start
+from . import engine
+from .finalizing import finalize
+from .injection import Completion, FaultInjector
+from .operation import PythonOperation
+from .requests import Request, RequestQueue, check_segments, lost
+from .starting import start
 
 
 class OwnerThread(ABC):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from nvme_offload.aio_native.engine import EngineOptions, EngineUnavailable, Op
-from nvme_offload.aio_native.injection import Completion
-from nvme_offload.aio_native.python_engine import OwnerThread, PythonEngine
-from nvme_offload.aio_native.requests import Request
-from nvme_offload.aio_native.uring_refusal import explain_refusal, probe_errno
+from .engine import EngineOptions, EngineUnavailable, Op
+from .injection import Completion
+from .python_engine import OwnerThread, PythonEngine
+from .requests import Request
+from .uring_refusal import explain_refusal, probe_errno
 
 _BELL = 0
 """Tag of the read that is always pending on the eventfd while the owner thread waits."""

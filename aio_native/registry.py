@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from nvme_offload.aio_native.engine import Engine, EngineOptions, EngineUnavailable
+from .engine import Engine, EngineOptions, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 

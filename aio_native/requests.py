@@ -29,8 +29,8 @@ from heapq import merge
 from itertools import chain
 from operator import itemgetter
 
-from nvme_offload.aio_native.engine import EngineOptions, EngineStats, Failure, Op, Segment
-from nvme_offload.aio_native.operation import PythonOperation
+from .engine import EngineOptions, EngineStats, Failure, Op, Segment
+from .operation import PythonOperation
 
 
 def check_segments(segments: Sequence[Segment], alignment: int) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from nvme_offload.aio_native.finalizing import finalize
+from .finalizing import finalize
 
 
 def start(thread: threading.Thread) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nvme_offload.aio_native import _native, engine
-from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.aio_native.requests import check_segments
-from nvme_offload.aio_native.uring_refusal import explain_refusal
+from . import _native, engine
+from .faults import FaultSpec
+from .requests import check_segments
+from .uring_refusal import explain_refusal
 
 
 class UringOperation:

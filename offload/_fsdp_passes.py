@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from nvme_offload.offload._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
+from ._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
 
 _asking: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., list[int]], dict[int, int]]] = WeakKeyDictionary()
 """It asks the ranks of a model, and says which number each of its groups has; see `reduce_alike`."""

@@ -43,8 +43,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from nvme_offload.offload.foreign import printable
-from nvme_offload.offload.units import format_bytes
+from .foreign import printable
+from .units import format_bytes
 
 E = TypeVar("E", bound=Enum)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from nvme_offload.offload.warn import speaks_for_all
+from .warn import speaks_for_all
 
 Item = TypeVar("Item")
 Advance = Callable[[float], None]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from nvme_offload.offload.foreign import printable
+from .foreign import printable
 
 P = ParamSpec("P")
 R = TypeVar("R")

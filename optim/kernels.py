@@ -15,20 +15,13 @@ from typing import Self
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.optim._kernels import LoggedStep as LoggedStep
-from nvme_offload.optim._kernels import Segment as Segment
-from nvme_offload.optim._kernels import SummedMemory
-from nvme_offload.optim._kernels import renew as renew
-from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import (
-    FORM_OF_DTYPE,
-    MARKS_IN_WORD,
-    MASTER_DTYPE,
-    TILE_NUMEL,
-    num_marks,
-    num_tiles,
-)
-from nvme_offload.optim.rules.rule import UpdateRule
+from ._kernels import LoggedStep as LoggedStep
+from ._kernels import Segment as Segment
+from ._kernels import SummedMemory
+from ._kernels import renew as renew
+from .layout.flat import Origin
+from .layout.master import FORM_OF_DTYPE, MARKS_IN_WORD, MASTER_DTYPE, TILE_NUMEL, num_marks, num_tiles
+from .rules.rule import UpdateRule
 
 REVISION = 1
 """The revision of the kernels' bits, which a run keeps. Count it up whenever an update gives other bits."""

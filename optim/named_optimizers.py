@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload.config.section import SectionLike
-from nvme_offload.optim.optimizer import OffloadOptimizer, Params
-from nvme_offload.optim.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion
-from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
+from .optimizer import OffloadOptimizer, Params
+from .rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion
+from .rules.muon import BESIDE_MATRICES, Muon
 
 
 def optimizer_class(name: str) -> Callable[..., OffloadOptimizer]:

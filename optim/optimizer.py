@@ -20,24 +20,24 @@ from nvme_offload.offload.host.region import trim_heap
 from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.warn import door, warn_user
 from nvme_offload.offload.weights.patch import WeightPatch
-from nvme_offload.optim.access.entries import prepare_entries, write_entries
-from nvme_offload.optim.access.split import StateParts
-from nvme_offload.optim.access.view import StateView, matched_state, packed_state
-from nvme_offload.optim.durable.commits import Commits
-from nvme_offload.optim.durable.object import Durable
-from nvme_offload.optim.durable.state import DurableState, open_durability
-from nvme_offload.optim.durable.wear import EnginesOfRun, Wear
-from nvme_offload.optim.rules.rule import UpdateRule, without_torch_switches
-from nvme_offload.optim.state.choice import CANDIDATES
-from nvme_offload.optim.state.condition import Need, StepPhase
-from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.step.groups import follow, take_on
-from nvme_offload.optim.step.plain_modules import PlainModules
-from nvme_offload.optim.step.scalars import check_group, with_own_states
-from nvme_offload.optim.step.stepper import Stepper
-from nvme_offload.optim.telemetry.run_record import RunRecord, place_in_words, said
-from nvme_offload.optim.telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
-from nvme_offload.optim.weights.patches import patch_of, version_of
+from .access.entries import prepare_entries, write_entries
+from .access.split import StateParts
+from .access.view import StateView, matched_state, packed_state
+from .durable.commits import Commits
+from .durable.object import Durable
+from .durable.state import DurableState, open_durability
+from .durable.wear import EnginesOfRun, Wear
+from .rules.rule import UpdateRule, without_torch_switches
+from .state.choice import CANDIDATES
+from .state.condition import Need, StepPhase
+from .state.store import StateStore
+from .step.groups import follow, take_on
+from .step.plain_modules import PlainModules
+from .step.scalars import check_group, with_own_states
+from .step.stepper import Stepper
+from .telemetry.run_record import RunRecord, place_in_words, said
+from .telemetry.stats import DriveTotals, Meter, OptimizerStats, Span
+from .weights.patches import patch_of, version_of
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """Parameters, or dicts of parameter groups, as for any torch optimizer."""

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import nvme_offload
-from nvme_offload.perf.measure.loading import nothing_to_collect
+from .measure.loading import nothing_to_collect
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
 """Help without boxes, which fits 80 columns and names no type behind a flag."""

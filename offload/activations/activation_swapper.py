@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.offload._torch_private import (
+from .._torch_private import (
     ATTENTION,
     argument_of,
     gathered_params,
@@ -28,26 +28,21 @@ from nvme_offload.offload._torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from nvme_offload.offload.activations.blocks import checkpoint_calls, find_blocks, what_may_change
-from nvme_offload.offload.activations.choice import SavedFacts, is_moved, is_plain
-from nvme_offload.offload.activations.counting import CountingStore
-from nvme_offload.offload.activations.kept import ActivationStats, Handle, InPlace, KeptTensor
-from nvme_offload.offload.activations.store import ActivationStore
-from nvme_offload.offload.config.section import (
-    OffloadConfig,
-    OffloadOptimizerConfig,
-    SectionLike,
-    ZeroOptimizationConfig,
-)
-from nvme_offload.offload.config.tiers import ActivationsConfig
-from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.host.available_memory import auto_host_budget
-from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
-from nvme_offload.offload.units import KiB, MiB
-from nvme_offload.offload.warn import door
+from ..config.section import OffloadConfig, OffloadOptimizerConfig, SectionLike, ZeroOptimizationConfig
+from ..config.tiers import ActivationsConfig
+from ..devices.device import HOST, is_host
+from ..errors import ConfigError
+from ..host.available_memory import auto_host_budget
+from ..host.page_locks import PageLocks
+from ..storage.nvme_tier import NvmeTier
+from ..swapper.tensor_swapper import TensorSwapper
+from ..units import KiB, MiB
+from ..warn import door
+from .blocks import checkpoint_calls, find_blocks, what_may_change
+from .choice import SavedFacts, is_moved, is_plain
+from .counting import CountingStore
+from .kept import ActivationStats, Handle, InPlace, KeptTensor
+from .store import ActivationStore
 
 _SAMPLE = 64
 

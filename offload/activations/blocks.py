@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from nvme_offload.offload._torch_private import replace_calls, tree_flatten, tree_unflatten
-from nvme_offload.offload.activations.buffers import Buffers
+from .._torch_private import replace_calls, tree_flatten, tree_unflatten
+from .buffers import Buffers
 
 _PLAIN = (int, float, complex, bool, str, torch.Tensor, torch.dtype, torch.device, torch.Size)
 """A block may be given these, beside None and tuples, lists and dicts of these: nothing that a second call changes."""

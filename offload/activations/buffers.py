@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from nvme_offload.offload._torch_private import local_tensor, version_of
+from .._torch_private import local_tensor, version_of
 
 
 class Buffers:

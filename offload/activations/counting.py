@@ -5,9 +5,9 @@ from collections.abc import Hashable
 
 import torch
 
-from nvme_offload.offload._torch_private import storage_identity
-from nvme_offload.offload.activations.store import ActivationStore
-from nvme_offload.offload.host.page_locks import PageLocks
+from .._torch_private import storage_identity
+from ..host.page_locks import PageLocks
+from .store import ActivationStore
 
 
 class CountingStore(ActivationStore):

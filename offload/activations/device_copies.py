@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nvme_offload.offload.activations.kept import Holder, SavedRecord
-from nvme_offload.offload.devices.device import CopyQueue, Event, Near
+from ..devices.device import CopyQueue, Event, Near
+from .kept import Holder, SavedRecord
 
 _NUM_LEAVING = 2  # one is copied, one waits for that: the stream that computes the third hardly waits for the first
 NUM_AHEAD = 2

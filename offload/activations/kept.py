@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from nvme_offload.offload._torch_private import storage_identity, version_of
-from nvme_offload.offload.devices.device import Event, Near
-from nvme_offload.offload.errors import check_may_follow
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from .._torch_private import storage_identity, version_of
+from ..devices.device import Event, Near
+from ..errors import check_may_follow
+from ..swapper.tensor_transfer import TensorTransfer
 
 
 class ActivationResidency(enum.Enum):

@@ -25,24 +25,17 @@ from typing import Any
 
 import torch
 
-from nvme_offload.offload._torch_private import storage_identity, version_of
-from nvme_offload.offload.activations.device_copies import DeviceCopies
-from nvme_offload.offload.activations.kept import (
-    ActivationResidency,
-    ActivationStats,
-    Holder,
-    KeptTensor,
-    SavedRecord,
-    bytes_of,
-)
-from nvme_offload.offload.activations.targets import TargetPool
-from nvme_offload.offload.devices.device import is_device, is_host
-from nvme_offload.offload.errors import ClosedError, StateError
-from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.swapper.tensor_swapper import TensorSwapper
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
-from nvme_offload.offload.units import MiB, format_bytes
+from .._torch_private import storage_identity, version_of
+from ..devices.device import is_device, is_host
+from ..errors import ClosedError, StateError
+from ..host.page_locks import PageLocks
+from ..storage.nvme_tier import NvmeTier
+from ..swapper.tensor_swapper import TensorSwapper
+from ..swapper.tensor_transfer import TensorTransfer
+from ..units import MiB, format_bytes
+from .device_copies import DeviceCopies
+from .kept import ActivationResidency, ActivationStats, Holder, KeptTensor, SavedRecord, bytes_of
+from .targets import TargetPool
 
 _EARLY_SHARE, _MAX_EARLY_BYTES = 1 / 64, 16 * MiB
 """Writes begin this share of the budget early, or so many bytes: nobody waits for a copy then."""

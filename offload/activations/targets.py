@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.units import round_up
+from ..host.region import HostRegion
+from ..units import round_up
 
 
 class TargetPool:

@@ -1,5 +1,5 @@
 """The configuration section."""
 
-from nvme_offload.offload.config.section import OffloadConfig
+from .section import OffloadConfig
 
 __all__ = ["OffloadConfig"]

@@ -3,7 +3,7 @@
 The other sections have theirs in their models. What the tables mean: `offload.config.keys.Section`.
 """
 
-from nvme_offload.offload.config.keys import each
+from .keys import each
 
 _NO_PRINTING = "nothing is printed per step; the optimizer's stats() has the figures"
 _NO_LOGGING = "nothing is logged or profiled from here; torch.profiler and the training loop can"

@@ -1,7 +1,7 @@
 """Which keys of a section those read who are not `nvme_offload.initialize`, and what they say of the others."""
 
-from nvme_offload.offload.config.keys import Section
-from nvme_offload.offload.config.section import OffloadConfig
+from .keys import Section
+from .section import OffloadConfig
 
 BY_OPTIMIZER = frozenset(
     {

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from nvme_offload.offload.units import KiB, format_bytes, parse_bytes
+from ..units import KiB, format_bytes, parse_bytes
 
 
 def _no_switch(value: object) -> object:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, GetPydanticSchema
 from pydantic_core import core_schema
 
-from nvme_offload.offload.config.keys import Contradiction, Section, each, key
+from .keys import Contradiction, Section, each, key
 
 _OF_ADAM = {
     "lr": 1e-3,

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from nvme_offload.offload.config.keys import READER, Section, parts, section_of, sections, takes_auto
-from nvme_offload.offload.config.yaml_text import parse_yaml
-from nvme_offload.offload.errors import UNEXPANDED, ConfigError, ConfigWarning
-from nvme_offload.offload.foreign import read_text
-from nvme_offload.offload.warn import warn_user
+from ..errors import UNEXPANDED, ConfigError, ConfigWarning
+from ..foreign import read_text
+from ..warn import warn_user
+from .keys import READER, Section, parts, section_of, sections, takes_auto
+from .yaml_text import parse_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 

@@ -15,8 +15,12 @@ from pydantic import Field, GetPydanticSchema, PlainValidator, WithJsonSchema, m
 from pydantic_core import core_schema
 
 from nvme_offload.aio_native.registry import ENGINES, describe_engines
-from nvme_offload.offload.config import deepspeed_keys, tiers, training
-from nvme_offload.offload.config.keys import (
+from ..errors import ConfigError
+from ..units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
+from ..user_path import user_path
+from ..warn import door
+from . import deepspeed_keys, tiers, training
+from .keys import (
     TRUE_WORDS,
     ByteBudget,
     ByteCount,
@@ -30,14 +34,10 @@ from nvme_offload.offload.config.keys import (
     key,
     parts,
 )
-from nvme_offload.offload.config.optimizer import OptimizerConfig
-from nvme_offload.offload.config.overlap import OVERLAPS, Overlap, OverlapStep
-from nvme_offload.offload.config.reader import WRAPPER, is_wrapped, parse_file, read
-from nvme_offload.offload.config.training_arguments import resolve
-from nvme_offload.offload.errors import ConfigError
-from nvme_offload.offload.units import GiB, KiB, MiB, format_bytes, parse_bytes_per_day
-from nvme_offload.offload.user_path import user_path
-from nvme_offload.offload.warn import door
+from .optimizer import OptimizerConfig
+from .overlap import OVERLAPS, Overlap, OverlapStep
+from .reader import WRAPPER, is_wrapped, parse_file, read
+from .training_arguments import resolve
 
 _PAGE = 4 * KiB
 _SUBGROUP_SIZE = 8_388_608

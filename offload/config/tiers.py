@@ -6,17 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from nvme_offload.offload.config.keys import (
-    ByteBudget,
-    ByteCount,
-    Contradiction,
-    DeepSpeedModel,
-    NumElements,
-    Whole,
-    key,
-)
-from nvme_offload.offload.units import KiB
-from nvme_offload.offload.user_path import user_path
+from ..units import KiB
+from ..user_path import user_path
+from .keys import ByteBudget, ByteCount, Contradiction, DeepSpeedModel, NumElements, Whole, key
 
 
 def _paths(value: Any) -> tuple[Path, ...]:

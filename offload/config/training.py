@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from nvme_offload.offload.config.keys import Contradiction, Count, DeepSpeedModel, Factor, Section, Whole, each, key
-from nvme_offload.offload.errors import ConfigError
+from ..errors import ConfigError
+from .keys import Contradiction, Count, DeepSpeedModel, Factor, Section, Whole, each, key
 
 _SPELLINGS = {
     "fp32": ("float32", "float", "torch.float32"),

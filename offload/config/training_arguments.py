@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from nvme_offload.offload.errors import ConfigError
+from ..errors import ConfigError
 
 
 class _Argument(NamedTuple):

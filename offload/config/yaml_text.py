@@ -3,7 +3,7 @@
 import re
 from typing import Any, ClassVar
 
-from nvme_offload.offload.errors import ConfigError
+from ..errors import ConfigError
 
 _PLAIN = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),

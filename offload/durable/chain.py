@@ -9,12 +9,12 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs
-from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
-from nvme_offload.offload.storage.swap_space import Size
+from ..errors import ResumeError
+from ..storage.extent import Extent, Stripe
+from ..storage.swap_file import MIN_ALIGNMENT
+from ..storage.swap_space import Size
+from .manifest import Manifest
+from .seal import ExtentLayout, SealedAs
 
 Stripes = tuple[Stripe, ...]
 WriteId = tuple[int, int, int]

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from nvme_offload.offload.durable.chain import Chain, check_rows
-from nvme_offload.offload.durable.directory import ABOUT_NAME, read_about
-from nvme_offload.offload.durable.identity import MADE_AGAIN, Identity, read_identity
-from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.snapshots import Snapshots
-from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
-from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_directory import SWAP_NAME
-from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile, move_all
-from nvme_offload.offload.storage.swap_space import SwapSpace
+from ..errors import CorruptionError, ResumeError, StateError, SwapIOError
+from ..host.region import HostRegion
+from ..storage import drive
+from ..storage.run_directory import SWAP_NAME
+from ..storage.swap_file import DirectPolicy, SwapFile, move_all
+from ..storage.swap_space import SwapSpace
+from .chain import Chain, check_rows
+from .directory import ABOUT_NAME, read_about
+from .identity import MADE_AGAIN, Identity, read_identity
+from .manifest import Manifest
+from .ring import ExtentRing
+from .snapshots import Snapshots
 
 
 class PinnedReader:

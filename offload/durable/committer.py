@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import start
-from nvme_offload.offload.errors import ClosedError, StateError
+from ..errors import ClosedError, StateError
 
 _LOOK_SECONDS = 0.1  # a signal handler may come between the end of a commit and the word of it
 

@@ -19,15 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.offload.config.section import RUN_NAME
-from nvme_offload.offload.durable import owner
-from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.foreign import parse_json
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_directory import SWAP_NAME, remove_leftovers
-from nvme_offload.offload.storage.run_folder import is_at, make_run_folder, read_in, replace_in
-from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
-from nvme_offload.offload.sync import sync_folder
+from ..config.section import RUN_NAME
+from ..errors import ResumeError
+from ..foreign import parse_json
+from ..storage import drive
+from ..storage.run_directory import SWAP_NAME, remove_leftovers
+from ..storage.run_folder import is_at, make_run_folder, read_in, replace_in
+from ..storage.swap_file import DirectPolicy, SwapFile
+from ..sync import sync_folder
+from . import owner
 
 PREFIX = "nvme-durable-"
 ABOUT_NAME = "run.json"

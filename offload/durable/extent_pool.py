@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.swap_space import Size, SwapSpace
+from ..storage.extent import Extent, Stripe
+from ..storage.swap_space import Size, SwapSpace
 
 
 class ExtentPool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.run_folder import read_in
+from ..errors import ResumeError
+from ..storage.run_folder import read_in
 
 PREFIX = "identity."
 """Files of a run's directory that begin so have an identity each."""

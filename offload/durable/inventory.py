@@ -10,21 +10,21 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvme_offload.offload.durable import owner
-from nvme_offload.offload.durable.chain import check_rows
-from nvme_offload.offload.durable.directory import ABOUT_NAME, parse_directory, read_about
-from nvme_offload.offload.durable.identity import MADE_AGAIN, read_identity
-from nvme_offload.offload.durable.identity import PREFIX as IDENTITY_PREFIX
-from nvme_offload.offload.durable.manifest import NAMES as MANIFEST_NAMES
-from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.durable.run_copies import CopyFound, leading_of
-from nvme_offload.offload.durable.snapshots import HELD_NAME, PREFIXES, Snapshots
-from nvme_offload.offload.errors import ForeignFolderError, OffloadError, ResumeError, SwapIOError
-from nvme_offload.offload.foreign import RANK
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_directory import FILE_NAMES, SWAP_NAME, bytes_in, stats_in
-from nvme_offload.offload.storage.run_folder import folder_open, open_in
-from nvme_offload.offload.sync import sync_folder
+from ..errors import ForeignFolderError, OffloadError, ResumeError, SwapIOError
+from ..foreign import RANK
+from ..storage import drive
+from ..storage.run_directory import FILE_NAMES, SWAP_NAME, bytes_in, stats_in
+from ..storage.run_folder import folder_open, open_in
+from ..sync import sync_folder
+from . import owner
+from .chain import check_rows
+from .directory import ABOUT_NAME, parse_directory, read_about
+from .identity import MADE_AGAIN, read_identity
+from .identity import PREFIX as IDENTITY_PREFIX
+from .manifest import NAMES as MANIFEST_NAMES
+from .manifest import Manifest
+from .run_copies import CopyFound, leading_of
+from .snapshots import HELD_NAME, PREFIXES, Snapshots
 
 
 class CopiesFound(NamedTuple):

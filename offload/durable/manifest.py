@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvme_offload.offload.errors import OutOfSpaceError, ResumeError
-from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_folder import is_at, names_in, open_in, open_synced, read_in
-from nvme_offload.offload.storage.swap_file import move_all, promise
-from nvme_offload.offload.sync import sync_file, sync_folder
-from nvme_offload.offload.units import round_up
+from ..errors import OutOfSpaceError, ResumeError
+from ..host.region import HostRegion
+from ..storage import drive
+from ..storage.run_folder import is_at, names_in, open_in, open_synced, read_in
+from ..storage.swap_file import move_all, promise
+from ..sync import sync_file, sync_folder
+from ..units import round_up
 
 MAX_FILES = 17
 """A run has at most so many manifests: the newest, and those that it can go back to."""

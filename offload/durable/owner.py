@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.host.proc import PROC, read
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_folder import read_in, write_in
+from ..errors import StateError
+from ..host.proc import PROC, read
+from ..storage import drive
+from ..storage.run_folder import read_in, write_in
 
 NAME = "owner"
 """The note. Says who it was where the lock is free."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from nvme_offload.offload.config.section import MAX_PERIOD
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.units import MiB
+from ..config.section import MAX_PERIOD
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from ..storage.nvme_tier import NvmeTier
+from ..storage.transfer import Transfer
+from ..units import MiB
 
 SECONDS_PER_DAY = 86_400
 USUAL_PERIOD = 4

@@ -20,7 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from nvme_offload.offload.durable.chain import (
+from ..errors import ResumeError, StateError
+from ..storage.extent import Extent
+from ..storage.swap_space import Size, SwapSpace
+from ..storage.tier import Memory
+from .chain import (
     BASES,
     Chain,
     ChainRows,
@@ -34,12 +38,8 @@ from nvme_offload.offload.durable.chain import (
     turns_behind,
     wanted,
 )
-from nvme_offload.offload.durable.extent_pool import ExtentPool
-from nvme_offload.offload.durable.seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
-from nvme_offload.offload.errors import ResumeError, StateError
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.swap_space import Size, SwapSpace
-from nvme_offload.offload.storage.tier import Memory
+from .extent_pool import ExtentPool
+from .seal import ExtentLayout, SealedAs, Sums, open_sealed, seal
 
 
 class ExtentRing:

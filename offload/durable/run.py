@@ -12,21 +12,21 @@ from typing import Any, Self
 import numpy as np
 import torch.distributed as dist
 
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.durable import identity as identities
-from nvme_offload.offload.durable.chain import SlotLayout, check_rows
-from nvme_offload.offload.durable.directory import DurableDirectory, check_name, directory_of, read_about
-from nvme_offload.offload.durable.identity import Identity, read_identity
-from nvme_offload.offload.durable.manifest import NO_COMMIT, Manifest
-from nvme_offload.offload.durable.ring import ExtentRing
-from nvme_offload.offload.durable.run_copies import RunCopies
-from nvme_offload.offload.durable.snapshots import Snapshots
-from nvme_offload.offload.errors import ConfigError, ResumeError, StateError, SwapIOError
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_folder import replace_in
-from nvme_offload.offload.storage.swap_file import DirectPolicy
-from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.warn import warn_user
+from ..config.section import OffloadConfig
+from ..errors import ConfigError, ResumeError, StateError, SwapIOError
+from ..storage import drive
+from ..storage.run_folder import replace_in
+from ..storage.swap_file import DirectPolicy
+from ..storage.swap_space import SwapSpace
+from ..warn import warn_user
+from . import identity as identities
+from .chain import SlotLayout, check_rows
+from .directory import DurableDirectory, check_name, directory_of, read_about
+from .identity import Identity, read_identity
+from .manifest import NO_COMMIT, Manifest
+from .ring import ExtentRing
+from .run_copies import RunCopies
+from .snapshots import Snapshots
 
 _INCARNATION_BITS = 62
 _PINNED, _DAMAGED = "(pinned)", "(damaged)"  # which are no names of snapshots

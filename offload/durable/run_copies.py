@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 import torch
 
-from nvme_offload.offload.durable import owner
-from nvme_offload.offload.durable.chain import check_rows
-from nvme_offload.offload.durable.directory import ABOUT_NAME, DurableDirectory, read_about
-from nvme_offload.offload.durable.manifest import NAMES, Manifest, ManifestFiles
-from nvme_offload.offload.durable.snapshots import PREFIXES
-from nvme_offload.offload.errors import RemovedError, ResumeError, StateError
-from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.copies import CopyState
-from nvme_offload.offload.storage.run_directory import SWAP_NAME
-from nvme_offload.offload.storage.run_folder import delete_in, is_at, names_in, read_in, replace_in
-from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.units import MiB
+from ..errors import RemovedError, ResumeError, StateError
+from ..host.region import HostRegion
+from ..storage.copies import CopyState
+from ..storage.run_directory import SWAP_NAME
+from ..storage.run_folder import delete_in, is_at, names_in, read_in, replace_in
+from ..storage.swap_space import SwapSpace
+from ..units import MiB
+from . import owner
+from .chain import check_rows
+from .directory import ABOUT_NAME, DurableDirectory, read_about
+from .manifest import NAMES, Manifest, ManifestFiles
+from .snapshots import PREFIXES
 
 logger = logging.getLogger(__name__)
 

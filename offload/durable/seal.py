@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nvme_offload.offload.errors import CorruptionError
-from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.offload.units import round_up
+from ..errors import CorruptionError
+from ..storage.tier import Memory
+from ..units import round_up
 
 SUMMED_BYTES = 256 << 10
 """Bytes of state, or of the tail, that one checksum covers: those of `aio.checksums` elsewhere."""

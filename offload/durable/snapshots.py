@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nvme_offload.offload.config.section import RUN_NAME
-from nvme_offload.offload.durable.manifest import Manifest
-from nvme_offload.offload.errors import ResumeError
-from nvme_offload.offload.storage.run_folder import delete_in, names_in, read_in, rename_in, replace_in
+from ..config.section import RUN_NAME
+from ..errors import ResumeError
+from ..storage.run_folder import delete_in, names_in, read_in, rename_in, replace_in
+from .manifest import Manifest
 
 PREPARED, PUBLISHED, SET_ASIDE = "prepared.", "snapshot.", "unreadable."
 PREFIXES = (PREPARED, PUBLISHED, SET_ASIDE)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from nvme_offload.offload.host.proc import PROC, meminfo, mounts, read, read_int
-from nvme_offload.offload.units import GiB
+from ..units import GiB
+from .proc import PROC, meminfo, mounts, read, read_int
 
 AUTO_RESERVE_BYTES = 2 * GiB
 AUTO_RESERVE_SHARE = 0.25

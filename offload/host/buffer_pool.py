@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from nvme_offload.offload.errors import ClosedError
-from nvme_offload.offload.host.region import MAX_REGISTERED_BYTES, HostRegion
-from nvme_offload.offload.units import round_up
+from ..errors import ClosedError
+from ..units import round_up
+from .region import MAX_REGISTERED_BYTES, HostRegion
 
 _LOOK_AGAIN_SECONDS = 0.1  # an exception may come between a release and the word of it
 

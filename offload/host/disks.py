@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvme_offload.offload.host.proc import SYS, Mount
+from .proc import SYS, Mount
 
 
 def disk_of(device_number: int, mount: Mount | None) -> Path | None:

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.host.disks import disk_of, disks_below
-from nvme_offload.offload.host.page_cache import cached_pages
-from nvme_offload.offload.host.proc import mount_of, read
+from .disks import disk_of, disks_below
+from .page_cache import cached_pages
+from .proc import mount_of, read
 
 _RAM_DISK = "1:"  # the major number of /dev/ram0, with nothing else in /sys to tell it by
 

@@ -20,8 +20,8 @@ from contextlib import suppress
 import torch
 
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.offload.devices.device import page_lock, page_unlock
-from nvme_offload.offload.units import format_bytes, round_up
+from ..devices.device import page_lock, page_unlock
+from ..units import format_bytes, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 """Bytes of a huge page, on x86-64 and, with 4 KiB pages, on arm64."""

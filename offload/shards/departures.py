@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nvme_offload.offload.devices.device import Event, sent, wait_for_all
-from nvme_offload.offload.staging.block_cache import Block
-from nvme_offload.offload.storage.tier import Memory
+from ..devices.device import Event, sent, wait_for_all
+from ..staging.block_cache import Block
+from ..storage.tier import Memory
 
 
 @dataclass(eq=False)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nvme_offload.offload.shards.stored import Padded, StoredShard, UnbornShard
-from nvme_offload.offload.storage.file_ranges import FileRange, RangeLayout
+from ..storage.file_ranges import FileRange, RangeLayout
+from .stored import Padded, StoredShard, UnbornShard
 
 
 class ShardInFiles(UnbornShard):

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvme_offload.offload.config.tiers import OffloadParamConfig
-from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import ClosedError, ConfigError
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.shards.departures import Departure, Departures
-from nvme_offload.offload.shards.stored import Padded, StoredShard, TieredShard, UnbornShard
-from nvme_offload.offload.staging.block_cache import Block, BlockCache, Holding, View
-from nvme_offload.offload.storage.foreign_file import FileExtent
-from nvme_offload.offload.storage.tier import Memory, Tier
-from nvme_offload.offload.units import round_up
+from ..config.tiers import OffloadParamConfig
+from ..devices.device import HOST, is_host
+from ..errors import ClosedError, ConfigError
+from ..host.buffer_pool import BufferPool
+from ..host.page_locks import PageLocks
+from ..staging.block_cache import Block, BlockCache, Holding, View
+from ..storage.foreign_file import FileExtent
+from ..storage.tier import Memory, Tier
+from ..units import round_up
+from .departures import Departure, Departures
+from .stored import Padded, StoredShard, TieredShard, UnbornShard
 
 KIND = "parameters"
 """The bytes of this tier are counted as this."""

@@ -7,15 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nvme_offload.offload._torch_private import (
-    is_view,
-    make_wrapper,
-    recorded,
-    tree_flatten,
-    tree_unflatten,
-    written_tensors,
-)
-from nvme_offload.offload.shards.stand_in import MemorylessTensor
+from .._torch_private import is_view, make_wrapper, recorded, tree_flatten, tree_unflatten, written_tensors
+from .stand_in import MemorylessTensor
 
 
 class Parts(Protocol):

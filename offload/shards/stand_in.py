@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from nvme_offload.offload._torch_private import foreach_of, make_wrapper
-from nvme_offload.offload.devices.device import HOST
-from nvme_offload.offload.errors import StateError
+from .._torch_private import foreach_of, make_wrapper
+from ..devices.device import HOST
+from ..errors import StateError
 
 
 class MemorylessTensor(torch.Tensor):

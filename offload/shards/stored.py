@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from nvme_offload.offload.devices.device import HOST, is_host
-from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.shards.stand_in import StandIn
-from nvme_offload.offload.staging.block_cache import Block, View
+from ..devices.device import HOST, is_host
+from ..errors import StateError
+from ..staging.block_cache import Block, View
+from .stand_in import StandIn
 
 
 class Padded(NamedTuple):

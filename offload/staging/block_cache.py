@@ -14,15 +14,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.staging.home import Home
-from nvme_offload.offload.staging.mover import PAUSE_SECONDS, Mover
-from nvme_offload.offload.staging.slot import Residency, Slot
-from nvme_offload.offload.staging.use_order import UseOrder
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.tier import Tier
-from nvme_offload.offload.warn import warn_user
+from ..errors import StateError
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from ..storage.extent import Extent
+from ..storage.tier import Tier
+from ..warn import warn_user
+from .home import Home
+from .mover import PAUSE_SECONDS, Mover
+from .slot import Residency, Slot
+from .use_order import UseOrder
 
 View = TypeVar("View")
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.storage.tier import Memory
+from ..host.buffer_pool import BufferPool
+from ..storage.tier import Memory
 
 TierName = Literal["device", "host", "nvme"]
 """See `tier_plan.Tier`."""

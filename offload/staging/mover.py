@@ -14,12 +14,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from nvme_offload.aio_native.bell import Bell
-from nvme_offload.offload.errors import CorruptionError, StateError
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.staging.slot import Residency, Slot
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.tier import Tier
-from nvme_offload.offload.storage.transfer import Transfer
+from ..errors import CorruptionError, StateError
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from ..storage.extent import Extent
+from ..storage.tier import Tier
+from ..storage.transfer import Transfer
+from .slot import Residency, Slot
 
 FAILURES = (OSError, CorruptionError)
 """Errors with which a transfer fails: it did not happen, or it brought other bytes."""

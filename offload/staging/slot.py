@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvme_offload.offload.errors import check_may_follow
-from nvme_offload.offload.host.buffer_pool import StagingBuffer
-from nvme_offload.offload.staging.home import VISITING, Home
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.transfer import Transfer
+from ..errors import check_may_follow
+from ..host.buffer_pool import StagingBuffer
+from ..storage.extent import Extent
+from ..storage.transfer import Transfer
+from .home import VISITING, Home
 
 
 class Residency(enum.Enum):

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from nvme_offload.aio_native.engine import Op, Segment
-from nvme_offload.offload.errors import EngineLostError, check_may_follow
-from nvme_offload.offload.storage.swap_file import SwapFile
-from nvme_offload.offload.warn import Once
+from ..errors import EngineLostError, check_may_follow
+from ..warn import Once
+from .swap_file import SwapFile
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nvme_offload.offload.errors import Direction, ExistsError, MissingError, SwapIOError
+from ..errors import Direction, ExistsError, MissingError, SwapIOError
 
 T = TypeVar("T")
 

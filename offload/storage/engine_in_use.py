@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nvme_offload.aio_native import engine as engines
 from nvme_offload.aio_native.registry import OpenedEngine, open_engine, open_next_engine, say_once
-from nvme_offload.offload.errors import SwapIOError
+from ..errors import SwapIOError
 
 
 class EngineInUse:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from nvme_offload.aio_native.engine import Segment
-from nvme_offload.offload.host.buffer_pool import StagingBuffer
+from ..host.buffer_pool import StagingBuffer
 
 
 class Stripe(NamedTuple):

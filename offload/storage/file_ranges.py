@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from nvme_offload.offload.units import round_up
+from ..units import round_up
 
 PAGE = 4096
 """Direct reads begin and end at multiples of this."""

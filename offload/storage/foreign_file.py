@@ -12,13 +12,13 @@ from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.engine import Failure, Segment
-from nvme_offload.offload.errors import SwapIOError, WeightFileError
-from nvme_offload.offload.host.buffer_pool import StagingBuffer
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.file_ranges import PAGE, FileIdentity, RangeLayout
-from nvme_offload.offload.storage.swap_file import NO_DIRECT_IO, DirectPolicy, move_all, reported_alignment
-from nvme_offload.offload.units import round_up
+from ..errors import SwapIOError, WeightFileError
+from ..host.buffer_pool import StagingBuffer
+from ..units import round_up
+from . import drive
+from .extent import Extent
+from .file_ranges import PAGE, FileIdentity, RangeLayout
+from .swap_file import NO_DIRECT_IO, DirectPolicy, move_all, reported_alignment
 
 
 class ForeignFile:

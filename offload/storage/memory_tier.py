@@ -12,12 +12,12 @@ import torch
 
 from nvme_offload.aio_native.engine import EngineStats, Op
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.units import format_bytes, round_up
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from ..host.region import HostRegion
+from ..units import format_bytes, round_up
+from .extent import Extent, Stripe
+from .tier import Memory
+from .transfer import Transfer
 
 NO_FILE = -1
 """Descriptor of stripes that are in no file."""

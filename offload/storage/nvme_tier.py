@@ -23,17 +23,17 @@ from nvme_offload.aio_native.engine import (
 from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.registry import OpenedEngine
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import ClosedError, EngineLostError, ForkError, SwapIOError
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.host.in_memory import memory_of
-from nvme_offload.offload.storage.engine_in_use import EngineInUse
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.file_ranges import PAGE, FileIdentity, RangeLayout
-from nvme_offload.offload.storage.foreign_file import FileExtent, ForeignFile
-from nvme_offload.offload.storage.memory_tier import done_at_once
-from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.offload.storage.transfer import Transfer
+from ..config.section import OffloadConfig
+from ..errors import ClosedError, EngineLostError, ForkError, SwapIOError
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from ..host.in_memory import memory_of
+from .engine_in_use import EngineInUse
+from .extent import Extent
+from .file_ranges import PAGE, FileIdentity, RangeLayout
+from .foreign_file import FileExtent, ForeignFile
+from .memory_tier import done_at_once
+from .swap_space import SwapSpace
+from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.finalizing import finalize
-from nvme_offload.offload.errors import ExistsError, MissingError, SwapIOError
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.run_folder import is_at, open_in
-from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
-from nvme_offload.offload.units import format_bytes
+from ..errors import ExistsError, MissingError, SwapIOError
+from ..units import format_bytes
+from . import drive
+from .run_folder import is_at, open_in
+from .swap_file import DirectPolicy, SwapFile
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import ForeignFolderError, SwapIOError
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.sync import LASTING, sync_file, sync_folder
+from ..errors import ForeignFolderError, SwapIOError
+from ..sync import LASTING, sync_file, sync_folder
+from . import drive
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OWN_FILE, _OWN_FOLDER = 0o600, 0o700

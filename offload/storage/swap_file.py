@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from nvme_offload.aio_native import _native
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import Direction, OutOfSpaceError, SwapIOError
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.extent import FreeList, Stripe
-from nvme_offload.offload.storage.run_folder import open_in
+from ..errors import Direction, OutOfSpaceError, SwapIOError
+from . import drive
+from .extent import FreeList, Stripe
+from .run_folder import open_in
 
 logger = logging.getLogger(__name__)
 

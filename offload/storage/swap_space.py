@@ -10,13 +10,13 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from nvme_offload.offload.errors import ForeignFolderError, OutOfSpaceError, SwapIOError
-from nvme_offload.offload.storage import drive
-from nvme_offload.offload.storage.copies import OUT_OF_FILES, DriveCopies
-from nvme_offload.offload.storage.extent import Extent, Stripe
-from nvme_offload.offload.storage.run_directory import RunDirectory
-from nvme_offload.offload.storage.swap_file import DirectPolicy, SwapFile
-from nvme_offload.offload.sync import sync_data
+from ..errors import ForeignFolderError, OutOfSpaceError, SwapIOError
+from ..sync import sync_data
+from . import drive
+from .copies import OUT_OF_FILES, DriveCopies
+from .extent import Extent, Stripe
+from .run_directory import RunDirectory
+from .swap_file import DirectPolicy, SwapFile
 
 Size = int | tuple[int, ...]
 """Bytes of an extent; of several parts, each split over the paths by itself: moved alone, it keeps all drives busy."""

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from nvme_offload.aio_native.engine import EngineStats, Op
-from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
-from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.offload.storage.transfer import Transfer
+from ..host.buffer_pool import BufferPool, StagingBuffer
+from .extent import Extent
+from .transfer import Transfer
 
 
 class Memory(Protocol):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from nvme_offload.aio_native.starting import start
-from nvme_offload.offload.devices.device import CopyQueue, Event, use
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.mover import Mover
-from nvme_offload.offload.staging.slot import Residency
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece
-from nvme_offload.offload.swapper.records import Queues, Task
+from ..devices.device import CopyQueue, Event, use
+from ..host.buffer_pool import BufferPool
+from ..staging.mover import Mover
+from ..staging.slot import Residency
+from ..storage.transfer import Transfer
+from .pieces import MIN_PIECE_BYTES, Piece
+from .records import Queues, Task
 
 _POLL_SECONDS = 0.001  # a device rings no bell
 _PAUSE_SECONDS = 0.1  # no descriptor may have been left for a transfer to ring with

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from nvme_offload.offload.devices.device import HOST
-from nvme_offload.offload.staging.slot import Slot
-from nvme_offload.offload.units import MiB
+from ..devices.device import HOST
+from ..staging.slot import Slot
+from ..units import MiB
 
 MIN_PIECE_BYTES = 8 * MiB
 """A tensor is cut into as many pieces as there are buffers, so that copies overlap I/O, but not below this size:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from nvme_offload.aio_native.engine import Op
-from nvme_offload.offload.devices.device import HOST, CopyQueue, Event, copy_alone, is_device, queued
-from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.staging.mover import Mover
-from nvme_offload.offload.staging.slot import Residency
-from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.offload.swapper.pieces import MIN_PIECE_BYTES, Piece, StoredValue, TensorSpec, spans
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from ..devices.device import HOST, CopyQueue, Event, copy_alone, is_device, queued
+from ..errors import StateError
+from ..staging.mover import Mover
+from ..staging.slot import Residency
+from ..storage.transfer import Transfer
+from .pieces import MIN_PIECE_BYTES, Piece, StoredValue, TensorSpec, spans
+from .tensor_transfer import TensorTransfer
 
 logger = logging.getLogger(__name__)
 

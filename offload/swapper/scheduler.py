@@ -15,15 +15,15 @@ import torch
 
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.offload.errors import OutOfSpaceError
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.staging.mover import Mover
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.swapper.copy_worker import CopyWorker
-from nvme_offload.offload.swapper.pieces import Piece, checksum_of, piece_starts
-from nvme_offload.offload.swapper.records import Prefetch, SwapIn, Task, TensorRecord
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
+from ..config.section import OffloadConfig
+from ..errors import OutOfSpaceError
+from ..host.buffer_pool import BufferPool
+from ..staging.mover import Mover
+from ..storage.nvme_tier import NvmeTier
+from .copy_worker import CopyWorker
+from .pieces import Piece, checksum_of, piece_starts
+from .records import Prefetch, SwapIn, Task, TensorRecord
+from .tensor_transfer import TensorTransfer
 
 KIND = "tensor"
 """The tier counts these bytes under this name, see `Tier.bytes_of_kind`."""

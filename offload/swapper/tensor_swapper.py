@@ -15,18 +15,18 @@ import torch
 
 from nvme_offload.aio_native.engine import EngineStats, Op
 from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.offload.config.honoured import BY_SWAPPER, unread_text
-from nvme_offload.offload.config.section import OffloadConfig, SectionLike
-from nvme_offload.offload.devices.device import HOST, Event, default_device_type, is_device, is_host, new_host_tensor
-from nvme_offload.offload.errors import ClosedError, ConfigError, ConfigWarning, ForkError
-from nvme_offload.offload.host.buffer_pool import BufferPool
-from nvme_offload.offload.host.page_locks import PageLocks
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.offload.swapper.pieces import TensorSpec
-from nvme_offload.offload.swapper.records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
-from nvme_offload.offload.swapper.scheduler import KIND, TaskScheduler
-from nvme_offload.offload.swapper.tensor_transfer import TensorTransfer
-from nvme_offload.offload.warn import door, warn_user
+from ..config.honoured import BY_SWAPPER, unread_text
+from ..config.section import OffloadConfig, SectionLike
+from ..devices.device import HOST, Event, default_device_type, is_device, is_host, new_host_tensor
+from ..errors import ClosedError, ConfigError, ConfigWarning, ForkError
+from ..host.buffer_pool import BufferPool
+from ..host.page_locks import PageLocks
+from ..storage.nvme_tier import NvmeTier
+from ..warn import door, warn_user
+from .pieces import TensorSpec
+from .records import Prefetch, SwapIn, SwapOut, TensorRecord, TensorResidency
+from .scheduler import KIND, TaskScheduler
+from .tensor_transfer import TensorTransfer
 
 logger = logging.getLogger(__name__)
 

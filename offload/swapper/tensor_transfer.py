@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from nvme_offload.aio_native.engine import Failure, Op, Segment
 from nvme_offload.aio_native.operation import PythonOperation
-from nvme_offload.offload.storage.transfer import Transfer
+from ..storage.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 

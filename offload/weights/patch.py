@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.offload.errors import StateError, WeightsError
-from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
-from nvme_offload.offload.user_path import user_path
-from nvme_offload.offload.weights.reader import SafetensorsReader
-from nvme_offload.offload.weights.writer import entry_of
+from ..errors import StateError, WeightsError
+from ..sync import make_folder, sync_file, sync_folder
+from ..user_path import user_path
+from .reader import SafetensorsReader
+from .writer import entry_of
 
 INDEX = "versions.json"
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.errors import WeightsError
-from nvme_offload.offload.storage.file_ranges import FileIdentity
-from nvme_offload.offload.user_path import user_path
+from ..errors import WeightsError
+from ..storage.file_ranges import FileIdentity
+from ..user_path import user_path
 
 DTYPES = {
     "F64": torch.float64,

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
-from nvme_offload.offload.storage.run_folder import is_at
-from nvme_offload.offload.weights.reader import INDEX_FILE
+from ..storage.run_folder import is_at
+from .reader import INDEX_FILE
 
 STAGING = ".nvme-offload-export"
 """Our name, so that the next export knows what a killed one left behind."""

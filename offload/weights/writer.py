@@ -18,15 +18,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.offload._torch_private import local_tensor, sharded_like
-from nvme_offload.offload.errors import HalfRenamedError
-from nvme_offload.offload.progress import progress
-from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.sync import make_folder, sync_file, sync_folder
-from nvme_offload.offload.units import format_bytes
-from nvme_offload.offload.user_path import user_path
-from nvme_offload.offload.weights.reader import DIGEST, DTYPES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
-from nvme_offload.offload.weights.staging import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHT_FILE, HiddenFolder
+from .._torch_private import local_tensor, sharded_like
+from ..errors import HalfRenamedError
+from ..progress import progress
+from ..shards.split_tensor import SplitTensor
+from ..sync import make_folder, sync_file, sync_folder
+from ..units import format_bytes
+from ..user_path import user_path
+from .reader import DIGEST, DTYPES, INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
+from .staging import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHT_FILE, HiddenFolder
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _PIECE_NUMEL = 1 << 22

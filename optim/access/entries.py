@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload._torch_private import local_tensor, sharded_like
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.progress import tracked
-from nvme_offload.optim.access.values import LiveValues, fresh_values, write_run
-from nvme_offload.optim.layout.flat import flat_view, room_like, unflatten
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.pipeline import HeldState
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.tiers.parts import drop_gathered
+from ..layout.flat import flat_view, room_like, unflatten
+from ..layout.subgroup import Run
+from ..state.body import StateBody
+from ..state.condition import Need
+from ..state.pipeline import HeldState
+from ..state.slots import SlotRecord
+from ..tiers.parts import drop_gathered
+from .values import LiveValues, fresh_values, write_run
 
 
 def read_entries(body: StateBody, wanted: Mapping[int, Iterable[str]]) -> dict[int, dict[str, torch.Tensor]]:

@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets, sharded_like
 from nvme_offload.offload.warn import door
-from nvme_offload.optim.access.entries import read_entries, set_entries
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.ranks.collective import on_every_rank, reachable
-from nvme_offload.optim.state.body import StateBody, body_of
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.table import ParamRecord, step_entry
-from nvme_offload.optim.tiers.parts import OnePart, drop_gathered, parts_of, split_shard
+from ..layout.flat import PartitionStandIn
+from ..ranks.collective import on_every_rank, reachable
+from ..state.body import StateBody, body_of
+from ..state.condition import Need
+from ..state.table import ParamRecord, step_entry
+from ..tiers.parts import OnePart, drop_gathered, parts_of, split_shard
+from .entries import read_entries, set_entries
 
 T = TypeVar("T")
 

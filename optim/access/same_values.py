@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.devices.device import is_host
-from nvme_offload.optim.kernels import KernelPool, OnAccelerator
-from nvme_offload.optim.ranks.collective import gather, largest, take_first
-from nvme_offload.optim.state.store import num_threads_of_rank
+from ..kernels import KernelPool, OnAccelerator
+from ..ranks.collective import gather, largest, take_first
+from ..state.store import num_threads_of_rank
 
 
 def differing(tensors: Mapping[str, torch.Tensor], groups: Iterable[dist.ProcessGroup]) -> list[str]:

@@ -6,11 +6,11 @@ import torch
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.shards.stored import ResidentShard, TieredShard
-from nvme_offload.optim.access.entries import fresh_entry, read_entries, set_entries
-from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.tiers.parts import ShardParts, parts_of
+from ..layout.master import MasterForm
+from ..state.body import StateBody
+from ..state.condition import Need
+from ..tiers.parts import ShardParts, parts_of
+from .entries import fresh_entry, read_entries, set_entries
 
 
 class StateParts(ShardParts):

@@ -16,12 +16,12 @@ from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.layout.codes import decoded, store_coded
-from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.masters import read_master, write_master
-from nvme_offload.optim.state.slots import Residency, SlotRecord
-from nvme_offload.optim.updates.logs import SlotLogs
+from ..layout.codes import decoded, store_coded
+from ..layout.subgroup import Run, Subgroup, section_view
+from ..state.body import StateBody
+from ..state.masters import read_master, write_master
+from ..state.slots import Residency, SlotRecord
+from ..updates.logs import SlotLogs
 
 COMPUTED = "computed"
 """An entry that commits have besides: bf16 weights as forward computed with them; else the master."""

@@ -7,13 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.access.entries import fresh_entry, has_entries, read_entries, set_entries
-from nvme_offload.optim.ranks.collective import reachable
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.state.table import ParamRecord, step_entry
-from nvme_offload.optim.tiers.parts import split_shard
+from ..ranks.collective import reachable
+from ..state.body import StateBody
+from ..state.condition import Need
+from ..state.store import StateStore
+from ..state.table import ParamRecord, step_entry
+from ..tiers.parts import split_shard
+from .entries import fresh_entry, has_entries, read_entries, set_entries
 
 
 def packed_state(store: StateStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

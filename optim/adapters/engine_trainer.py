@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.weights.reader import SafetensorsReader
-from nvme_offload.optim.access.full_values import get_full_param, set_full_param
-from nvme_offload.optim.adapters.figures import missing
-from nvme_offload.optim.checkpoint.peft_files import has_adapters
-from nvme_offload.optim.zero.engine import OffloadEngine
+from ..access.full_values import get_full_param, set_full_param
+from ..checkpoint.peft_files import has_adapters
+from ..zero.engine import OffloadEngine
+from .figures import missing
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer

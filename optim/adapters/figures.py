@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from ..optimizer import OffloadOptimizer
 
 
 def missing(package: str, error: ModuleNotFoundError) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
+from .figures import figures_of, missing, offloaded
 
 try:
     from lightning.pytorch import LightningModule, Trainer

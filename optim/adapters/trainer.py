@@ -8,9 +8,9 @@ from typing import Any
 
 from nvme_offload.offload.config.honoured import part_for_optimizer
 from nvme_offload.offload.config.section import OffloadConfig
-from nvme_offload.optim.adapters.figures import figures_of, missing, offloaded
-from nvme_offload.optim.named_optimizers import optimizer_class
-from nvme_offload.optim.optimizer import OffloadOptimizer
+from ..named_optimizers import optimizer_class
+from ..optimizer import OffloadOptimizer
+from .figures import figures_of, missing, offloaded
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

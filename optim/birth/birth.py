@@ -15,26 +15,16 @@ from nvme_offload.offload._torch_private import give_shard, local_tensor
 from nvme_offload.offload.progress import tracked
 from nvme_offload.offload.shards.in_files import ShardInFiles
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.shards.stored import (
-    Padded,
-    ResidentShard,
-    StoredShard,
-    UnbornShard,
-)
+from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard, UnbornShard
 from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange
-from nvme_offload.optim.access.split import StateParts
-from nvme_offload.optim.access.values import LiveValues
-from nvme_offload.optim.birth.adapters import adapter_units
-from nvme_offload.optim.birth.in_place import BasePlaces
-from nvme_offload.optim.birth.initializers import Init, Initializers, SharedRandomNumbers, check_initializers
-from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, units
-from nvme_offload.optim.birth.weight_files import WeightSource
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.tiers.parts import (
+from ..access.split import StateParts
+from ..access.values import LiveValues
+from ..kernels import KernelPool
+from ..layout.master import TILE_NUMEL
+from ..layout.subgroup import Run
+from ..state.body import StateBody
+from ..state.slots import SlotRecord
+from ..tiers.parts import (
     COPIED,
     GatherGroup,
     OnePart,
@@ -48,6 +38,11 @@ from nvme_offload.optim.tiers.parts import (
     parts_of,
     split_shard,
 )
+from .adapters import adapter_units
+from .in_place import BasePlaces
+from .initializers import Init, Initializers, SharedRandomNumbers, check_initializers
+from .new_tensors import BirthPlan, NewTensor, units
+from .weight_files import WeightSource
 
 Elements = Callable[[int, int], torch.Tensor]
 """It gives elements from one index to another of this rank's shard, flat, in any floating dtype, on the CPU."""

@@ -10,8 +10,8 @@ from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.file_ranges import FileIdentity, FileRange
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import speaks_for_all
-from nvme_offload.optim.birth.new_tensors import NewTensor
-from nvme_offload.optim.birth.weight_files import StoredPiece
+from .new_tensors import NewTensor
+from .weight_files import StoredPiece
 
 logger = getLogger(__name__)
 

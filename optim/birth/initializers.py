@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import own_initializer, refuse_writes, version_of
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.optim.birth.adapters import adapter_units, initialize_adapters
-from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor, has_new_value
-from nvme_offload.optim.ranks.collective import device_of
+from ..ranks.collective import device_of
+from .adapters import adapter_units, initialize_adapters
+from .new_tensors import BirthPlan, NewTensor, has_new_value
 
 Init = Callable[[nn.Module], object]
 

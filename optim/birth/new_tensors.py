@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nvme_offload.offload._torch_private import version_of
-from nvme_offload.optim.birth.adapters import adapter_units
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE
+from ..layout.master import FORM_OF_DTYPE
+from .adapters import adapter_units
 
 
 @dataclass(eq=False)

@@ -13,9 +13,9 @@ from torch import nn
 
 from nvme_offload.offload.errors import WeightsError
 from nvme_offload.offload.weights.reader import HeaderEntry, SafetensorsReader
-from nvme_offload.optim.birth.adapters import BaseNames
-from nvme_offload.optim.birth.new_tensors import BirthPlan, NewTensor
-from nvme_offload.optim.birth.published_names import Region, regions_of
+from .adapters import BaseNames
+from .new_tensors import BirthPlan, NewTensor
+from .published_names import Region, regions_of
 
 _MAX_PROBLEMS = 12
 

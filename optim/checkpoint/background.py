@@ -20,16 +20,16 @@ from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CheckpointWriteError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.access.values import CommittedValues
-from nvme_offload.optim.checkpoint import files
-from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, PartialFolder, SavedIndex, agree, index_of, plan_items
-from nvme_offload.optim.checkpoint.sites import CheckpointSite
-from nvme_offload.optim.checkpoint.storage import PlannedItems, RankFile
-from nvme_offload.optim.durable.commits import random_id
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.ranks.collective import on_every_rank, on_first_rank
-from nvme_offload.optim.updates.logs import SlotLogs
+from ..access.values import CommittedValues
+from ..durable.commits import random_id
+from ..kernels import KernelPool
+from ..ranks.collective import on_every_rank, on_first_rank
+from ..updates.logs import SlotLogs
+from . import files
+from .run_state import TrainingParts
+from .save_load import AgreedSave, PartialFolder, SavedIndex, agree, index_of, plan_items
+from .sites import CheckpointSite
+from .storage import PlannedItems, RankFile
 
 _KEY = "nvme_offload/checkpoint"
 _LOOK_SECONDS = 0.05

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nvme_offload.offload.storage.file_ranges import FileIdentity
-from nvme_offload.optim.checkpoint.contents import MODEL, Contents
-from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.ranks.collective import gather
-from nvme_offload.optim.tiers.parts import parts_of
+from ..ranks.collective import gather
+from ..tiers.parts import parts_of
+from .contents import MODEL, Contents
+from .run_state import TrainingParts
 
 Bases = Mapping[str, FileIdentity]
 """Files by name, as they were when a run began with them."""

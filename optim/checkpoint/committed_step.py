@@ -9,11 +9,11 @@ from nvme_offload.offload.durable.committed import CommittedRank
 from nvme_offload.offload.durable.inventory import RunFound, locked
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.access.values import CommittedValues
-from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import RecordedRun
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.updates.logs import SlotLogs
+from ..access.values import CommittedValues
+from ..durable.content import Content
+from ..durable.identity import RecordedRun
+from ..kernels import KernelPool
+from ..updates.logs import SlotLogs
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.weights.writer import named_tensors
-from nvme_offload.optim.access.values import Values
-from nvme_offload.optim.checkpoint.places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor, copied_aside
-from nvme_offload.optim.layout.geometry import Chunk, Part
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.table import step_entry
+from ..access.values import Values
+from ..layout.geometry import Chunk, Part
+from ..rules.rule import UpdateRule
+from ..state.body import StateBody
+from ..state.table import step_entry
+from .places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor, copied_aside
 
 MODEL, OPTIMIZER = "model", "optim.state"
 """The names of a model's tensors, and of an optimizer's, begin with these."""

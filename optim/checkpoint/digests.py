@@ -14,8 +14,8 @@ import torch
 
 from nvme_offload.aio_native.starting import ThreadPool
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.state.store import num_threads_of_rank
+from ..kernels import KernelPool
+from ..state.store import num_threads_of_rank
 
 BLOCKS = "sha256_of_blocks"
 """The kind of digest, as manifests name it."""

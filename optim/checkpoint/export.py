@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import named_tensors, weight_items, write_sharded
-from nvme_offload.optim.checkpoint import files
-from nvme_offload.optim.checkpoint.contents import MODEL
-from nvme_offload.optim.checkpoint.peft_files import adapter_of, config_of, merged, names_of
-from nvme_offload.optim.checkpoint.storage import VerifiedReader, read_metadata
-from nvme_offload.optim.ranks.collective import on_every_rank
-from nvme_offload.optim.weights.published import Conversion, kinds_of
-from nvme_offload.optim.weights.whole import Sources, checked_cast, dtypes_in_files, metas_of, planned
+from ..ranks.collective import on_every_rank
+from ..weights.published import Conversion, kinds_of
+from ..weights.whole import Sources, checked_cast, dtypes_in_files, metas_of, planned
+from . import files
+from .contents import MODEL
+from .peft_files import adapter_of, config_of, merged, names_of
+from .storage import VerifiedReader, read_metadata
 
 
 def export_safetensors(

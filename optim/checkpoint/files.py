@@ -25,7 +25,7 @@ from nvme_offload.aio_native.starting import Pending, ThreadPool
 from nvme_offload.offload.errors import CheckpointError, StateError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.sync import sync_file, sync_folder
-from nvme_offload.optim.checkpoint.digests import BLOCKS, PORTION_BYTES, BlockDigest, digest_of_file
+from .digests import BLOCKS, PORTION_BYTES, BlockDigest, digest_of_file
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

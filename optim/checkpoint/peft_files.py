@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nvme_offload.offload.weights.writer import named_tensors
-from nvme_offload.optim.birth.published_names import plain_class
-from nvme_offload.optim.weights.published import Conversion, conversions_by
+from ..birth.published_names import plain_class
+from ..weights.published import Conversion, conversions_by
 
 Metas = Mapping[str, torch.Tensor]
 """The tensors of a model by name, on meta."""

@@ -12,9 +12,9 @@ import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.units import round_up
-from nvme_offload.optim.access.values import LiveValues, Values
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.state.slots import SlotRecord
+from ..access.values import LiveValues, Values
+from ..layout.subgroup import Run
+from ..state.slots import SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.access.values import COMPUTED
-from nvme_offload.optim.checkpoint.committed_step import CommittedStep, RankOfStep
-from nvme_offload.optim.checkpoint.contents import MODEL, Contents, Item, Kind, plain_items, tier_items
-from nvme_offload.optim.checkpoint.export import write_weights
-from nvme_offload.optim.checkpoint.places import Visitor
-from nvme_offload.optim.checkpoint.run_state import Scalars, objects_bytes, state_json
-from nvme_offload.optim.checkpoint.save_load import AgreedSave, write
-from nvme_offload.optim.checkpoint.sites import CheckpointSite
-from nvme_offload.optim.durable.identity import RecordedParam
-from nvme_offload.optim.weights.whole import checked_cast, dtypes_in_files
+from ..access.values import COMPUTED
+from ..durable.identity import RecordedParam
+from ..weights.whole import checked_cast, dtypes_in_files
+from .committed_step import CommittedStep, RankOfStep
+from .contents import MODEL, Contents, Item, Kind, plain_items, tier_items
+from .export import write_weights
+from .places import Visitor
+from .run_state import Scalars, objects_bytes, state_json
+from .save_load import AgreedSave, write
+from .sites import CheckpointSite
 
 _SHOWN = 4
 

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import CheckpointError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.checkpoint.contents import Contents, Wanted
-from nvme_offload.optim.durable.content import saved
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.precision.loss_scale import LossScaler
-from nvme_offload.optim.step.scalars import with_own_states
+from ..durable.content import saved
+from ..optimizer import OffloadOptimizer
+from ..precision.loss_scale import LossScaler
+from ..step.scalars import with_own_states
+from .contents import Contents, Wanted
 
 FORMAT = 1
 STATE, OBJECTS = "state.json", "objects.pt"

@@ -27,22 +27,14 @@ from nvme_offload.offload.progress import progress
 from nvme_offload.offload.sync import make_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.access.same_values import differing
-from nvme_offload.optim.access.values import LiveValues, Values
-from nvme_offload.optim.checkpoint import bases, files, run_state, storage
-from nvme_offload.optim.checkpoint.contents import (
-    MODEL,
-    Contents,
-    StreamedLoadPlanner,
-    StreamedSavePlanner,
-    Wanted,
-    check_fits,
-    contents_of,
-)
-from nvme_offload.optim.checkpoint.files import FileRecord
-from nvme_offload.optim.checkpoint.sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
-from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
-from nvme_offload.optim.state.condition import Need
+from ..access.same_values import differing
+from ..access.values import LiveValues, Values
+from ..ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
+from ..state.condition import Need
+from . import bases, files, run_state, storage
+from .contents import MODEL, Contents, StreamedLoadPlanner, StreamedSavePlanner, Wanted, check_fits, contents_of
+from .files import FileRecord
+from .sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:

@@ -24,11 +24,11 @@ from torch.futures import Future
 
 from nvme_offload.offload._torch_private import storage_place
 from nvme_offload.offload.errors import CheckpointError
-from nvme_offload.optim.checkpoint import files
-from nvme_offload.optim.checkpoint.files import FileRecord, HostSaves
-from nvme_offload.optim.checkpoint.run_state import OBJECTS, STATE, TrainingParts
-from nvme_offload.optim.checkpoint.storage import METADATA, VerifiedReader
-from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
+from ..ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
+from . import files
+from .files import FileRecord, HostSaves
+from .run_state import OBJECTS, STATE, TrainingParts
+from .storage import METADATA, VerifiedReader
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from nvme_offload.offload._torch_private import METADATA_GLOBALS, storage_info, storage_place
 from nvme_offload.offload.errors import CheckpointError
-from nvme_offload.optim.checkpoint.contents import StreamedSavePlanner
-from nvme_offload.optim.checkpoint.files import FileRecord, HashingStream, durable_file
+from .contents import StreamedSavePlanner
+from .files import FileRecord, HashingStream, durable_file
 
 METADATA = ".metadata"
 _NUM_PROPERTIES = 5

@@ -21,18 +21,18 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.identity import ModelRecord, identity_of
-from nvme_offload.optim.durable.latest import CommitState, Taken
-from nvme_offload.optim.durable.snapshots import SnapshotsOfRanks
-from nvme_offload.optim.durable.state import DurableState
-from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.ranks.collective import Ranks, this_rank
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.masters import read_master, write_master
-from nvme_offload.optim.state.pipeline import HeldState
-from nvme_offload.optim.state.slots import Residency, SlotRecord
-from nvme_offload.optim.state.store import StateStore
+from ..layout.master import MasterForm
+from ..ranks.collective import Ranks, this_rank
+from ..state.condition import Need
+from ..state.masters import read_master, write_master
+from ..state.pipeline import HeldState
+from ..state.slots import Residency, SlotRecord
+from ..state.store import StateStore
+from .content import Content
+from .identity import ModelRecord, identity_of
+from .latest import CommitState, Taken
+from .snapshots import SnapshotsOfRanks
+from .state import DurableState
 
 Groups = Sequence[Mapping[str, Any]]
 

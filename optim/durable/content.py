@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.state.table import ParamTable
+from ..state.table import ParamTable
 
 FORMAT = 1
 _LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -17,16 +17,16 @@ from torch import nn
 from nvme_offload.offload.durable.identity import Identity
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.weights.writer import named_tensors
-from nvme_offload.optim.durable.state import DurableState
-from nvme_offload.optim.kernels import REVISION
-from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.geometry import Part
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.rules.rule import State, UpdateRule
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from ..kernels import REVISION
+from ..layout.flat import Origin
+from ..layout.geometry import Part
+from ..layout.master import FORM_OF_DTYPE
+from ..layout.subgroup import Run, Subgroup
+from ..rules.rule import State, UpdateRule
+from ..state.body import StateBody
+from ..state.slots import SlotRecord
+from ..state.table import ParamRecord, ParamTable
+from .state import DurableState
 
 
 class ModelRecord(NamedTuple):

@@ -21,8 +21,8 @@ from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import StateError, check_may_follow
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.telemetry.stats import Meter
+from ..state.pipeline import StepPipeline
+from ..telemetry.stats import Meter
 
 
 class CommitState(enum.Enum):

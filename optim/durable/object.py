@@ -6,9 +6,9 @@ from typing import Any, Protocol
 from nvme_offload.offload._torch_private import not_compiled
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.warn import door
-from nvme_offload.optim.durable.commits import Commits
-from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.resume import Resumption
+from .commits import Commits
+from .content import Content
+from .resume import Resumption
 
 
 class OptimizerOfRun(Protocol):

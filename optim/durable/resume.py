@@ -13,12 +13,12 @@ from nvme_offload.offload.durable.committed import PinnedReader
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.durable.commits import Commits, random_id
-from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.ranks.collective import this_rank
-from nvme_offload.optim.ranks.drives import Reach, misplaced
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.tiers.parts import drop_gathered
+from ..ranks.collective import this_rank
+from ..ranks.drives import Reach, misplaced
+from ..state.condition import Need
+from ..tiers.parts import drop_gathered
+from .commits import Commits, random_id
+from .content import Content
 
 Check = Callable[[Mapping[str, Any], int], None]
 """Looks whether hyperparameters can take the place of those of the group with this number."""

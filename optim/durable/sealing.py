@@ -10,15 +10,15 @@ from nvme_offload.offload.errors import CorruptionError
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.staging.mover import WriteTarget
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.durable.latest import LatestCommit
-from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import section_view
-from nvme_offload.optim.state.durability import Ground
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.updates.entry import PartOfMemory
-from nvme_offload.optim.updates.log_state import Draft, LogState
-from nvme_offload.optim.updates.logs import SlotLogs
+from ..layout.master import TILE_NUMEL, MasterForm
+from ..layout.subgroup import section_view
+from ..state.durability import Ground
+from ..state.pipeline import StepPipeline
+from ..state.slots import SlotRecord
+from ..updates.entry import PartOfMemory
+from ..updates.log_state import Draft, LogState
+from ..updates.logs import SlotLogs
+from .latest import LatestCommit
 
 _NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 

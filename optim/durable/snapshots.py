@@ -8,7 +8,7 @@ from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import ResumeError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.ranks.collective import Ranks
+from ..ranks.collective import Ranks
 
 
 class _Kept(NamedTuple):

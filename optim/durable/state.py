@@ -16,19 +16,19 @@ from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.durable.latest import LatestCommit
-from nvme_offload.optim.durable.sealing import Sealing
-from nvme_offload.optim.layout.master import TAIL_DTYPE, MasterForm, state_itemsize
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.durability import Durability, Ground
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.logged import DurableMeans
-from nvme_offload.optim.updates.logs import SlotLogs, is_loggable
-from nvme_offload.optim.updates.work import Means
+from ..layout.master import TAIL_DTYPE, MasterForm, state_itemsize
+from ..layout.subgroup import Subgroup
+from ..rules.rule import UpdateRule
+from ..state.durability import Durability, Ground
+from ..state.pipeline import StepPipeline
+from ..state.slots import SlotRecord
+from ..state.table import ParamRecord
+from ..updates.log_state import LogState
+from ..updates.logged import DurableMeans
+from ..updates.logs import SlotLogs, is_loggable
+from ..updates.work import Means
+from .latest import LatestCommit
+from .sealing import Sealing
 
 _UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf/benchmarks/bench_kernel.py`
 _ITEMSIZE = 2  # of a gradient in 16 bits

@@ -10,7 +10,7 @@ from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.host.available_memory import ranks_on_host
 from nvme_offload.offload.units import TB
 from nvme_offload.offload.warn import Once
-from nvme_offload.optim.state.store import StateStore
+from ..state.store import StateStore
 
 _SURE_SECONDS = 60.0
 """After so much training the rate is taken for that of the run."""

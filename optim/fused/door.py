@@ -18,7 +18,7 @@ def fused_kernels(device: torch.device) -> ModuleType | None:
     if not may_run_triton(device):
         return None
     try:
-        from nvme_offload.optim.fused import kernels
+        from . import kernels
 
         kernels.tile_sq_sums(torch.ones(3, device=device)).cpu()
     except Exception as error:  # of a compiler for C that is missing, of Triton's, of the driver

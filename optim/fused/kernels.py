@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nvme_offload.optim.kernels import tile_weights
-from nvme_offload.optim.layout.codes import BOTTOMS
-from nvme_offload.optim.layout.dither import keys
-from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MARKS_IN_WORD, TILE_NUMEL, num_tiles
-from nvme_offload.optim.rules.rule import UpdateRule
+from ..kernels import tile_weights
+from ..layout.codes import BOTTOMS
+from ..layout.dither import keys
+from ..layout.flat import Origin
+from ..layout.master import FORM_OF_DTYPE, MARKS_IN_WORD, TILE_NUMEL, num_tiles
+from ..rules.rule import UpdateRule
 
 _BLOCK = tl.constexpr(2048)
 _TILE = tl.constexpr(TILE_NUMEL)

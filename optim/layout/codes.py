@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nvme_offload.optim.layout.dither import halves, store_rounded
+from .dither import halves, store_rounded
 
 _LEAST, _MOST = 0x0D800000, 0x7E800000
 """Bits of 2^-100 and 2^126: a block whose largest magnitude is below the one is zero, from the other on it is NaN."""

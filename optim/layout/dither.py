@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from nvme_offload.optim.layout.flat import Origin
+from .flat import Origin
 
 _WORD = 2**32 - 1
 

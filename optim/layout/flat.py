@@ -11,7 +11,7 @@ from nvme_offload.offload._torch_private import is_dtensor, is_wrapper, local_te
 from nvme_offload.offload.devices.device import KINDS, is_device, is_host
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import MemorylessTensor, StandIn
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE
+from .master import FORM_OF_DTYPE
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

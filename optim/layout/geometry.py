@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, shard_offsets
-from nvme_offload.optim.layout.flat import Origin
+from .flat import Origin
 
 
 class Box(NamedTuple):

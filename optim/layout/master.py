@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 import nvme_offload.optim._kernels as _kernels
-from nvme_offload.optim.rules.rule import State
+from ..rules.rule import State
 
 TILE_NUMEL = _kernels.TILE_NUMEL
 """Elements that a kernel works on at a time. A run starts at a multiple of it within its parameter."""

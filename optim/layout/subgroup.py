@@ -12,16 +12,8 @@ import torch
 
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.offload.units import round_up
-from nvme_offload.optim.layout.master import (
-    FORM_OF_DTYPE,
-    MASTER_DTYPE,
-    TAIL_DTYPE,
-    TILE_NUMEL,
-    MasterForm,
-    sealed_itemsize,
-    state_itemsize,
-)
-from nvme_offload.optim.rules.rule import KeptSection, UpdateRule
+from ..rules.rule import KeptSection, UpdateRule
+from .master import FORM_OF_DTYPE, MASTER_DTYPE, TAIL_DTYPE, TILE_NUMEL, MasterForm, sealed_itemsize, state_itemsize
 
 
 def _alignment(rule: UpdateRule) -> int:

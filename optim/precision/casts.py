@@ -13,8 +13,8 @@ from nvme_offload.offload._torch_private import tree_flatten, tree_unflatten, wi
 from nvme_offload.offload.devices.device import autocast_dtype
 from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.warn import Once
-from nvme_offload.optim.precision.parameter import NAMES, SIXTEEN_BITS
-from nvme_offload.optim.precision.plan import PrecisionPlan
+from .parameter import NAMES, SIXTEEN_BITS
+from .plan import PrecisionPlan
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Classes of modules that only hold others and have no forward."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
+from ..layout.master import DTYPE_OF_FORM, MasterForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by their names in the section."""

@@ -14,18 +14,12 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.layout.blocks import params_matching
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
-from nvme_offload.optim.precision.parameter import (
-    DTYPES,
-    NAMES,
-    SIXTEEN_BITS,
-    ParameterPrecision,
-    stays_as_it_came,
-)
-from nvme_offload.optim.precision.watch import Lowered, Watch
-from nvme_offload.optim.rules.registry import rule_of
-from nvme_offload.optim.rules.rule import UpdateRule
+from ..layout.blocks import params_matching
+from ..layout.master import FORM_OF_DTYPE, MASTER_DTYPE, MasterForm, state_itemsize
+from ..rules.registry import rule_of
+from ..rules.rule import UpdateRule
+from .parameter import DTYPES, NAMES, SIXTEEN_BITS, ParameterPrecision, stays_as_it_came
+from .watch import Lowered, Watch
 
 _MASTERS = {MasterForm.SPLIT: "split", MasterForm.FULL: "full fp32", MasterForm.ITSELF: "itself"}
 _COLUMNS = ("storage", "compute", "gather", "reduce", "accumulate", "master")

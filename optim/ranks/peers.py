@@ -14,7 +14,7 @@ from nvme_offload.aio_native.finalizing import finalize
 from nvme_offload.aio_native.starting import Flag, start
 from nvme_offload.offload._torch_private import store_of_all_ranks
 from nvme_offload.offload.errors import OffloadError, PeerError
-from nvme_offload.optim.ranks.collective import this_rank
+from .collective import this_rank
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from nvme_offload.optim.rules.rule import SWITCHES, State, UpdateRule, block_of, kept_as, rounded
+from .rule import SWITCHES, State, UpdateRule, block_of, kept_as, rounded
 
 
 def divided(values: torch.Tensor, number: float) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_offload.optim.rules.elementwise import MOMENTS, AdamW
-from nvme_offload.optim.rules.rule import State, ThroughWhole, UpdateRule, number_of
+from .elementwise import MOMENTS, AdamW
+from .rule import State, ThroughWhole, UpdateRule, number_of
 
 RULES = ("Muon", "AdamW")
 """``rule`` of a parameter group may say one of these."""

@@ -1,9 +1,9 @@
 """From the name of an optimizer to its rule. The names are those of the section: `offload.config.optimizer`."""
 
 from nvme_offload.offload.config.optimizer import OptimizerConfig
-from nvme_offload.optim.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion
-from nvme_offload.optim.rules.muon import Muon
-from nvme_offload.optim.rules.rule import UpdateRule
+from .elementwise import SGD, Adagrad, Adam, AdamW, Lion
+from .muon import Muon
+from .rule import UpdateRule
 
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (AdamW(), Adam(), Lion(), Adagrad(), Muon(), SGD())}
 

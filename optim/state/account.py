@@ -17,14 +17,14 @@ from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, state_itemsize
-from nvme_offload.optim.layout.subgroup import ParamToPlace
-from nvme_offload.optim.precision.parameter import ParameterPrecision
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.table import ParamTable
-from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
+from ..layout.master import FORM_OF_DTYPE, state_itemsize
+from ..layout.subgroup import ParamToPlace
+from ..precision.parameter import ParameterPrecision
+from ..rules.rule import UpdateRule
+from ..tiers.grad_tier import KIND as GRADS
+from ..tiers.parts import parts_of
+from ..tiers.units import grad_unit, keep_first, param_unit, staging_unit
+from .table import ParamTable
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.config.overlap import Overlap, OverlapStep
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.slots import SlotRecord
+from ..layout.subgroup import Subgroup
+from .pipeline import StepPipeline
+from .slots import SlotRecord
 
 
 class StepSettings(Protocol):

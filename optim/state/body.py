@@ -12,17 +12,17 @@ from itertools import count
 import torch
 
 from nvme_offload.offload.errors import ClosedError, CorruptionError, ForkError, StateError
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.state.asked import Blocks, Commitments, StepSettings
-from nvme_offload.optim.state.condition import Condition, LoadingState, Need, StepPhase, WholeState, way_back_text
-from nvme_offload.optim.state.phase import StepRecord
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.state.visits import FirstUses
-from nvme_offload.optim.state.worker import Worker, WorkerJob
-from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.work import Means
+from ..kernels import KernelPool
+from ..updates.mirrored import DeviceMirror
+from ..updates.work import Means
+from .asked import Blocks, Commitments, StepSettings
+from .condition import Condition, LoadingState, Need, StepPhase, WholeState, way_back_text
+from .phase import StepRecord
+from .pipeline import StepPipeline
+from .slots import SlotRecord
+from .table import ParamRecord, ParamTable
+from .visits import FirstUses
+from .worker import Worker, WorkerJob
 
 _BEHIND = StepPhase.BEHIND  # to look an enum's member up would call Python
 

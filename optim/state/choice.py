@@ -15,7 +15,7 @@ from nvme_offload.offload.progress import say
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
 from nvme_offload.offload.units import KiB, format_bytes
 from nvme_offload.offload.warn import speaks_for_all
-from nvme_offload.optim.tiers.units import STAGING
+from ..tiers.units import STAGING
 
 ALL_FITS = "everything fits into memory: no byte has to move to a drive"
 

@@ -8,15 +8,15 @@ import torch
 
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.state.pipeline import Seal, StepPipeline
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.optim.updates.work import Fused, Means
+from ..kernels import KernelPool
+from ..layout.subgroup import Subgroup
+from ..telemetry.stats import Meter
+from ..updates.log_state import LogState
+from ..updates.mirrored import DeviceMirror
+from ..updates.work import Fused, Means
+from .pipeline import Seal, StepPipeline
+from .slots import SlotRecord
+from .table import ParamRecord, ParamTable
 
 
 class Ground(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nvme_offload.optim.layout.master import MARKS_IN_WORD, TILE_NUMEL, num_marks
-from nvme_offload.optim.layout.subgroup import Run
+from ..layout.master import MARKS_IN_WORD, TILE_NUMEL, num_marks
+from ..layout.subgroup import Run
 
 
 class WeightMarks:

@@ -4,11 +4,11 @@ import torch
 
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm
-from nvme_offload.optim.layout.subgroup import Run, section_view
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamTable
+from ..kernels import KernelPool
+from ..layout.master import TILE_NUMEL, MasterForm
+from ..layout.subgroup import Run, section_view
+from .slots import SlotRecord
+from .table import ParamTable
 
 
 def give_birth(slot: SlotRecord, memory: Memory, table: ParamTable, pool: KernelPool) -> None:

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import version_of
 from nvme_offload.offload.errors import StateError, check_may_follow
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.state.condition import Condition, Need, StepPhase
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.updates.whole_params import WholeParams
-from nvme_offload.optim.updates.work import StepScalars
+from ..layout.flat import PartitionStandIn
+from ..updates.whole_params import WholeParams
+from ..updates.work import StepScalars
+from .condition import Condition, Need, StepPhase
+from .slots import SlotRecord
 
 _MAY_FOLLOW = {
     StepPhase.BEGUN: {StepPhase.RUNNING, StepPhase.SPOILT},

@@ -29,9 +29,9 @@ from nvme_offload.offload.staging.mover import FAILURES, PAUSE_SECONDS, Mover, S
 from nvme_offload.offload.storage.extent import Extent
 from nvme_offload.offload.storage.tier import Memory, Tier
 from nvme_offload.offload.storage.transfer import Transfer
-from nvme_offload.optim.state.slots import Residency, SlotRecord
-from nvme_offload.optim.state.visits import may_write, window_of
-from nvme_offload.optim.telemetry.stats import Meter, Span, SpanKind
+from ..telemetry.stats import Meter, Span, SpanKind
+from .slots import Residency, SlotRecord
+from .visits import may_write, window_of
 
 KIND = "optimizer state"
 """The bytes of this pipeline are counted as this."""

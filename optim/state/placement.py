@@ -9,13 +9,13 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.storage.tier_plan import Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.offload.units import MiB, format_bytes, round_up
-from nvme_offload.optim.layout.master import TILE_NUMEL, MasterForm, state_itemsize
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.pipeline import KIND
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.tiers.units import STAGING
-from nvme_offload.optim.updates.mirrored import DeviceMirror
+from ..layout.master import TILE_NUMEL, MasterForm, state_itemsize
+from ..layout.subgroup import Subgroup
+from ..rules.rule import UpdateRule
+from ..tiers.units import STAGING
+from ..updates.mirrored import DeviceMirror
+from .pipeline import KIND
+from .slots import SlotRecord
 
 _GRAD_ITEMSIZE = 4  # the widest
 LEAST_BUDGET = 64 * MiB

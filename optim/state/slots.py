@@ -3,9 +3,9 @@
 from nvme_offload.offload.staging.home import Home
 from nvme_offload.offload.staging.slot import Residency, Slot
 from nvme_offload.offload.storage.extent import Extent
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.work import Updater
+from ..layout.subgroup import Subgroup
+from ..updates.log_state import LogState
+from ..updates.work import Updater
 
 __all__ = ["Residency", "SlotRecord"]
 

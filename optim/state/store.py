@@ -24,25 +24,25 @@ from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_t
 from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes, round_up
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.fused.door import fused_kernels
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
-from nvme_offload.optim.layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.account import account_of
-from nvme_offload.optim.state.body import StateBody, StepState, check_sole
-from nvme_offload.optim.state.condition import Need, UnresumedRun
-from nvme_offload.optim.state.durability import Durability, Ground, OpenDurability
-from nvme_offload.optim.state.masters import give_birth
-from nvme_offload.optim.state.pipeline import StepPipeline
-from nvme_offload.optim.state.placement import StatePlacement
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.tiers.block_tiers import Admission, BlockTiers
-from nvme_offload.optim.tiers.parts import ShardParts, parts_of, split_shard
-from nvme_offload.optim.updates.choice import updater_of, way_of
-from nvme_offload.optim.updates.mirrored import DeviceMirror
+from ..fused.door import fused_kernels
+from ..kernels import KernelPool
+from ..layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
+from ..layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
+from ..rules.rule import UpdateRule
+from ..telemetry.stats import Meter
+from ..tiers.block_tiers import Admission, BlockTiers
+from ..tiers.parts import ShardParts, parts_of, split_shard
+from ..updates.choice import updater_of, way_of
+from ..updates.mirrored import DeviceMirror
+from .account import account_of
+from .body import StateBody, StepState, check_sole
+from .condition import Need, UnresumedRun
+from .durability import Durability, Ground, OpenDurability
+from .masters import give_birth
+from .pipeline import StepPipeline
+from .placement import StatePlacement
+from .slots import SlotRecord
+from .table import ParamRecord, ParamTable
 
 NewParts = Callable[[StateBody, int, ShardParts], ShardParts]
 """It makes parts for a split parameter: from the state, the parameter's index in it, and its parts until now."""

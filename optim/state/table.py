@@ -10,13 +10,13 @@ import torch
 from nvme_offload.offload._torch_private import without_torch_function
 from nvme_offload.offload.devices.device import HOST, is_device
 from nvme_offload.offload.shards.stored import TieredShard
-from nvme_offload.optim.kernels import KernelPool, OnAccelerator
-from nvme_offload.optim.layout.flat import Layout, Origin, flat_view, storage_of
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.marks import WeightMarks
-from nvme_offload.optim.tiers.parts import parts_of
+from ..kernels import KernelPool, OnAccelerator
+from ..layout.flat import Layout, Origin, flat_view, storage_of
+from ..layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
+from ..layout.subgroup import Run
+from ..rules.rule import UpdateRule
+from ..tiers.parts import parts_of
+from .marks import WeightMarks
 
 _tile_sums = OnAccelerator().tile_checksums
 

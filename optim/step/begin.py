@@ -9,22 +9,22 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor, version_of
 from nvme_offload.offload.devices.device import HOST, Event, is_host, is_reached, queued
-from nvme_offload.optim.layout.flat import PartitionStandIn, flat_grad
-from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import Claims, StepInputs, StepRecord, count_parts
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.guess import ForGood, Guess, Guessing
-from nvme_offload.optim.step.job import StepJob
-from nvme_offload.optim.step.norm import sums_from_device, sums_on_device, tile_sums
-from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import InBackward, forward_order, learnt_early
-from nvme_offload.optim.step.waiting_parameter import let_wait
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.whole_params import WholeParams
+from ..layout.flat import PartitionStandIn, flat_grad
+from ..layout.master import TILE_NUMEL
+from ..rules.rule import UpdateRule
+from ..state.body import StepState
+from ..state.condition import StepPhase
+from ..state.phase import Claims, StepInputs, StepRecord, count_parts
+from ..state.slots import SlotRecord
+from ..state.table import ParamRecord
+from ..telemetry.stats import Meter
+from ..updates.whole_params import WholeParams
+from .guess import ForGood, Guess, Guessing
+from .job import StepJob
+from .norm import sums_from_device, sums_on_device, tile_sums
+from .scalars import scalars_of
+from .schedule import InBackward, forward_order, learnt_early
+from .waiting_parameter import let_wait
 
 
 class _Arrived(NamedTuple):

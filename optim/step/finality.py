@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload._torch_private import base_of, local_tensor, num_backwards_left
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.begin import EarlyStep
-from nvme_offload.optim.step.hiding import Schedules
-from nvme_offload.optim.tiers.parts import parts_of
+from ..layout.flat import PartitionStandIn
+from ..state.body import StepState
+from ..state.slots import SlotRecord
+from ..state.table import ParamRecord
+from ..tiers.parts import parts_of
+from .begin import EarlyStep
+from .hiding import Schedules
 
 
 class StepCommits(Protocol):

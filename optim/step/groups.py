@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.access.split import check_not_elsewhere
-from nvme_offload.optim.layout.flat import check_no_overlap, check_param, storage_of
-from nvme_offload.optim.layout.geometry import Part
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.store import StateStore
-from nvme_offload.optim.state.table import ParamRecord, ParamTable
+from ..access.split import check_not_elsewhere
+from ..layout.flat import check_no_overlap, check_param, storage_of
+from ..layout.geometry import Part
+from ..rules.rule import UpdateRule
+from ..state.store import StateStore
+from ..state.table import ParamRecord, ParamTable
 
 
 def new_params(rule: UpdateRule, group: Mapping[str, Any], number: int, table: ParamTable) -> dict[torch.Tensor, str]:

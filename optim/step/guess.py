@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.errors import StateError
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import StepRecord
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.step.norm import clip_coefficient
-from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.waiting_parameter import let_read
-from nvme_offload.optim.telemetry.stats import Meter
+from ..rules.rule import UpdateRule
+from ..state.body import StepState
+from ..state.condition import StepPhase
+from ..state.phase import StepRecord
+from ..state.slots import SlotRecord
+from ..telemetry.stats import Meter
+from .norm import clip_coefficient
+from .scalars import scalars_of
+from .waiting_parameter import let_read
 
 _LEAST_RUN, _LONGEST_RUN = 4, 1024
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from nvme_offload.offload.config.overlap import OFF, Overlap
 from nvme_offload.offload.devices.device import is_device, is_host
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.schedule import hindrance, schedule_of
-from nvme_offload.optim.tiers.parts import parts_of
+from ..state.body import StepState
+from ..state.table import ParamRecord
+from ..tiers.parts import parts_of
+from .schedule import hindrance, schedule_of
 
 
 class Schedules:

@@ -5,14 +5,14 @@ from itertools import islice
 from typing import Protocol
 
 from nvme_offload.aio_native.interrupt import DeferredInterrupt
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import StepRecord
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.step.schedule import Schedule, ahead, next_update
-from nvme_offload.optim.step.update import read_update_write
-from nvme_offload.optim.step.waiting_parameter import let_read
-from nvme_offload.optim.telemetry.stats import Meter
+from ..state.body import StepState
+from ..state.condition import StepPhase
+from ..state.phase import StepRecord
+from ..state.slots import SlotRecord
+from ..telemetry.stats import Meter
+from .schedule import Schedule, ahead, next_update
+from .update import read_update_write
+from .waiting_parameter import let_read
 
 _WHERE = {StepPhase.BEGUN: "in backward", StepPhase.BEHIND: "behind a step"}
 

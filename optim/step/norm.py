@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.offload.devices.device import is_host
-from nvme_offload.optim.kernels import KernelPool, ordered_sum
-from nvme_offload.optim.layout.flat import PartitionStandIn, Sharding
-from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.ranks.collective import device_of
-from nvme_offload.optim.state.table import ParamTable
-from nvme_offload.optim.updates.work import Fused
+from ..kernels import KernelPool, ordered_sum
+from ..layout.flat import PartitionStandIn, Sharding
+from ..layout.master import TILE_NUMEL
+from ..ranks.collective import device_of
+from ..state.table import ParamTable
+from ..updates.work import Fused
 
 _SQUARED_AT_ONCE = 256 * TILE_NUMEL
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from nvme_offload.offload._torch_private import fsdp_params, is_compiled, not_compiled
-from nvme_offload.optim.layout.blocks import find_units, match_blocks, params_outside
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.step.waiting_parameter import can_wait, let_read
+from ..layout.blocks import find_units, match_blocks, params_outside
+from ..state.body import StateBody
+from .waiting_parameter import can_wait, let_read
 
 
 class WaitForUpdates:

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.rules.rule import UpdateRule, rounded
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.updates.work import StepScalars
+from ..rules.rule import UpdateRule, rounded
+from ..state.body import StepState
+from ..state.table import ParamRecord
+from ..updates.work import StepScalars
 
 
 def scalars_of(

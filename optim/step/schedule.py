@@ -10,7 +10,7 @@ from itertools import chain, filterfalse, islice
 from typing import Generic, Protocol, TypeVar
 
 from nvme_offload.offload.config.overlap import FORWARD, OFF, Overlap
-from nvme_offload.optim.state.slots import SlotRecord
+from ..state.slots import SlotRecord
 
 S = TypeVar("S")
 """A subgroup: its slot, or whatever stands for it."""

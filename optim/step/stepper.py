@@ -15,24 +15,24 @@ from nvme_offload.offload._torch_private import recorded
 from nvme_offload.offload.devices.device import is_host, refuse_capture, wait_for_queued
 from nvme_offload.offload.errors import ConfigWarning
 from nvme_offload.offload.warn import Once, warn_user
-from nvme_offload.optim.layout.flat import flat_grad
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import Need, StepPhase, take_back_notes
-from nvme_offload.optim.state.phase import StepInputs, StepRecord
-from nvme_offload.optim.state.slots import Residency, SlotRecord
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.step.begin import EarlyStep
-from nvme_offload.optim.step.finality import Backward, Finality, StepCommits
-from nvme_offload.optim.step.hiding import Schedules, hindrance_in
-from nvme_offload.optim.step.job import StepJob
-from nvme_offload.optim.step.norm import clip_coefficient, sums_from_device, total_norm
-from nvme_offload.optim.step.scalars import scalars_of
-from nvme_offload.optim.step.schedule import Behind, first_of_next, forward_order, in_direction
-from nvme_offload.optim.step.update import read_update_write
-from nvme_offload.optim.step.waiting_parameter import let_read, let_wait
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.whole_params import WholeParams
+from ..layout.flat import flat_grad
+from ..rules.rule import UpdateRule
+from ..state.body import StepState
+from ..state.condition import Need, StepPhase, take_back_notes
+from ..state.phase import StepInputs, StepRecord
+from ..state.slots import Residency, SlotRecord
+from ..state.table import ParamRecord
+from ..telemetry.stats import Meter
+from ..updates.whole_params import WholeParams
+from .begin import EarlyStep
+from .finality import Backward, Finality, StepCommits
+from .hiding import Schedules, hindrance_in
+from .job import StepJob
+from .norm import clip_coefficient, sums_from_device, total_norm
+from .scalars import scalars_of
+from .schedule import Behind, first_of_next, forward_order, in_direction
+from .update import read_update_write
+from .waiting_parameter import let_read, let_wait
 
 
 class Stepper:

@@ -7,15 +7,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from nvme_offload.offload._torch_private import recorded
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.state.body import StepState
-from nvme_offload.optim.state.condition import StepPhase
-from nvme_offload.optim.state.phase import StepRecord
-from nvme_offload.optim.state.slots import SlotRecord
-from nvme_offload.optim.state.table import PlacesInTable
-from nvme_offload.optim.step.schedule import LOOK_AHEAD
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.work import SubgroupStep
+from ..layout.flat import PartitionStandIn
+from ..state.body import StepState
+from ..state.condition import StepPhase
+from ..state.phase import StepRecord
+from ..state.slots import SlotRecord
+from ..state.table import PlacesInTable
+from ..telemetry.stats import Meter
+from ..updates.work import SubgroupStep
+from .schedule import LOOK_AHEAD
 
 
 def read_update_write(

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from nvme_offload.offload._torch_private import not_compiled, tree_flatten, without_torch_function
-from nvme_offload.optim.state.body import bodies_of, known_bodies
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.state.worker import Worker
+from ..state.body import bodies_of, known_bodies
+from ..state.table import ParamRecord
+from ..state.worker import Worker
 
 _TENSOR: Any = torch.Tensor
 _PROPERTIES = (

@@ -20,7 +20,7 @@ from nvme_offload.offload.storage.run_directory import RECORD_NAME, RECORD_NAME_
 from nvme_offload.offload.storage.run_folder import open_in
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.optim.telemetry.stats import OptimizerStats
+from .stats import OptimizerStats
 
 logger = logging.getLogger(__name__)
 

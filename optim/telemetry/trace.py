@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_offload.offload.user_path import user_path
-from nvme_offload.optim.telemetry.stats import Span, SpanKind
+from .stats import Span, SpanKind
 
 TRACKS: dict[str, tuple[SpanKind, ...]] = {
     "training": ("forward", "backward", "step", "norm", "wait"),

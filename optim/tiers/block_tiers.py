@@ -25,13 +25,13 @@ from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier as StorageTier
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.optim.tiers.grad_tier import GradTier
-from nvme_offload.optim.tiers.parts import GatherGroup, parts_of
-from nvme_offload.optim.tiers.units import grad_unit, keep_first, param_unit, staging_unit
+from ..kernels import KernelPool
+from ..layout.flat import PartitionStandIn
+from ..layout.subgroup import Subgroup
+from .grad_tier import KIND as GRADS
+from .grad_tier import GradTier
+from .parts import GatherGroup, parts_of
+from .units import grad_unit, keep_first, param_unit, staging_unit
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.shards.param_tier import block_layout, stay_remedy
 from nvme_offload.offload.staging.block_cache import Block, BlockCache
 from nvme_offload.offload.storage.tier import Tier
-from nvme_offload.optim.layout.flat import PartitionStandIn
-from nvme_offload.optim.tiers.arrivals import Arrivals
+from ..layout.flat import PartitionStandIn
+from .arrivals import Arrivals
 
 KIND = "gradients"
 """The bytes of this tier are counted as this."""

@@ -33,9 +33,9 @@ from nvme_offload.offload.devices.device import HOST, KINDS, is_device, is_host
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.flat import check_is_no_wrapper
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL
+from ..kernels import KernelPool
+from ..layout.flat import check_is_no_wrapper
+from ..layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL
 
 ROOT = "the root module"
 """This is the name of the block of parameters that are in no named part of the model."""

@@ -11,7 +11,7 @@ from nvme_offload.offload.shards.param_tier import block_layout
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.storage.tier_plan import Tier, Unit
 from nvme_offload.offload.units import round_up
-from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from .grad_tier import KIND as GRADS
 
 STAGING = "staging buffers"
 """This is the kind of the units that are staging buffers, whatever passes through them."""

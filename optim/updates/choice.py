@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.optim.kernels import GradDtype, Segment, make_segment, renew
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.updates.in_torch import InTorch, OnDevice, WholeMatrix
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.logged import LoggedKernel
-from nvme_offload.optim.updates.mirrored import DeviceMirror, Mirrored
-from nvme_offload.optim.updates.work import Means, RunTensors, SubgroupStep, Updater
+from ..kernels import GradDtype, Segment, make_segment, renew
+from ..layout.subgroup import Subgroup
+from ..rules.rule import UpdateRule
+from .in_torch import InTorch, OnDevice, WholeMatrix
+from .log_state import LogState
+from .logged import LoggedKernel
+from .mirrored import DeviceMirror, Mirrored
+from .work import Means, RunTensors, SubgroupStep, Updater
 
 _MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns in
 

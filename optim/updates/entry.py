@@ -18,9 +18,9 @@ import torch
 
 from nvme_offload.offload.storage.tier import Memory
 from nvme_offload.offload.units import round_up
-from nvme_offload.optim.kernels import LoggedStep, make_logged_step
-from nvme_offload.optim.layout.master import TILE_NUMEL, num_tiles
-from nvme_offload.optim.layout.subgroup import Subgroup
+from ..kernels import LoggedStep, make_logged_step
+from ..layout.master import TILE_NUMEL, num_tiles
+from ..layout.subgroup import Subgroup
 
 MAX_SCALARS = 12
 """The most that a rule's step may have for its updates to be logged."""

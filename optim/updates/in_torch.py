@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from nvme_offload.optim.kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
-from nvme_offload.optim.layout.codes import loaded, store
-from nvme_offload.optim.layout.dither import words
-from nvme_offload.optim.layout.flat import unflatten
-from nvme_offload.optim.layout.master import TILE_NUMEL
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.updates.whole_params import WholeParams
-from nvme_offload.optim.updates.work import RunTensors, SubgroupStep, Updater
+from ..kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
+from ..layout.codes import loaded, store
+from ..layout.dither import words
+from ..layout.flat import unflatten
+from ..layout.master import TILE_NUMEL
+from ..rules.rule import UpdateRule
+from .whole_params import WholeParams
+from .work import RunTensors, SubgroupStep, Updater
 
 
 class InTorch(Updater):

@@ -9,13 +9,13 @@ from nvme_offload.offload.durable.chain import Chain
 from nvme_offload.offload.durable.seal import Sums
 from nvme_offload.offload.errors import OutOfSpaceError
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.kernels import Segment
-from nvme_offload.optim.layout.master import num_tiles
-from nvme_offload.optim.layout.subgroup import Subgroup
-from nvme_offload.optim.updates.entry import MAX_SCALARS, PartOfMemory
-from nvme_offload.optim.updates.log_state import Draft, LogState
-from nvme_offload.optim.updates.logs import BaseTensors, SlotLogs
-from nvme_offload.optim.updates.work import Means, RunTensors, SubgroupStep, Updater
+from ..kernels import Segment
+from ..layout.master import num_tiles
+from ..layout.subgroup import Subgroup
+from .entry import MAX_SCALARS, PartOfMemory
+from .log_state import Draft, LogState
+from .logs import BaseTensors, SlotLogs
+from .work import Means, RunTensors, SubgroupStep, Updater
 
 
 @dataclass(frozen=True, kw_only=True)

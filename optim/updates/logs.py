@@ -9,14 +9,14 @@ from nvme_offload.offload.durable.chain import Chain, SlotLayout, Written
 from nvme_offload.offload.durable.ring import ExtentRing
 from nvme_offload.offload.durable.seal import ExtentLayout, Sums, check_sums
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.kernels import KernelPool, LoggedStep, Segment, make_segment
-from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import DTYPE_OF_FORM, MasterForm
-from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.updates.entry import EntryFormat, PartOfMemory
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.work import RunTensors, StepScalars
+from ..kernels import KernelPool, LoggedStep, Segment, make_segment
+from ..layout.flat import Origin
+from ..layout.master import DTYPE_OF_FORM, MasterForm
+from ..layout.subgroup import Run, Subgroup, section_view, state_views
+from ..rules.rule import UpdateRule
+from .entry import EntryFormat, PartOfMemory
+from .log_state import LogState
+from .work import RunTensors, StepScalars
 
 BaseTensors = tuple[torch.Tensor, torch.Tensor]
 """State and tail of a base, 1D int32 each."""

@@ -12,10 +12,10 @@ from nvme_offload.offload.devices.device import CopyQueue, Event, is_host
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.shards.stand_in import StandIn
-from nvme_offload.optim.layout.flat import flat_view
-from nvme_offload.optim.layout.subgroup import Run, Subgroup
-from nvme_offload.optim.telemetry.stats import Meter
-from nvme_offload.optim.updates.work import SubgroupStep, Updater
+from ..layout.flat import flat_view
+from ..layout.subgroup import Run, Subgroup
+from ..telemetry.stats import Meter
+from .work import SubgroupStep, Updater
 
 _MAX_ITEMSIZE = 4  # of a parameter and of a gradient
 _NUM_MIRRORS = 3  # one arrives, one is worked on, one leaves

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nvme_offload.offload.storage.tier import Memory
-from nvme_offload.optim.kernels import KernelPool
-from nvme_offload.optim.layout.flat import Origin
-from nvme_offload.optim.layout.master import MARKS_IN_WORD, TILE_NUMEL
-from nvme_offload.optim.layout.subgroup import Run, Subgroup, section_view, state_views
-from nvme_offload.optim.updates.log_state import LogState
-from nvme_offload.optim.updates.whole_params import WholeParams
+from ..kernels import KernelPool
+from ..layout.flat import Origin
+from ..layout.master import MARKS_IN_WORD, TILE_NUMEL
+from ..layout.subgroup import Run, Subgroup, section_view, state_views
+from .log_state import LogState
+from .whole_params import WholeParams
 
 
 class StepScalars(NamedTuple):

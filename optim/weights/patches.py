@@ -16,20 +16,20 @@ from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.warn import warn_user
 from nvme_offload.offload.weights.patch import WeightChange, WeightPatch
 from nvme_offload.offload.weights.writer import weight_items
-from nvme_offload.optim.access.same_values import bits_of
-from nvme_offload.optim.kernels import num_marked
-from nvme_offload.optim.layout.flat import flat_view
-from nvme_offload.optim.layout.geometry import Part
-from nvme_offload.optim.layout.master import MasterForm
-from nvme_offload.optim.layout.subgroup import Run
-from nvme_offload.optim.ranks.collective import gather, on_every_rank
-from nvme_offload.optim.state.body import StateBody
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.state.slots import Residency
-from nvme_offload.optim.state.table import ParamRecord
-from nvme_offload.optim.tiers.parts import parts_of
-from nvme_offload.optim.weights.published import Conversion, kinds_of
-from nvme_offload.optim.weights.whole import Sources, checked_cast, dtypes_in_files, planned
+from ..access.same_values import bits_of
+from ..kernels import num_marked
+from ..layout.flat import flat_view
+from ..layout.geometry import Part
+from ..layout.master import MasterForm
+from ..layout.subgroup import Run
+from ..ranks.collective import gather, on_every_rank
+from ..state.body import StateBody
+from ..state.condition import Need
+from ..state.slots import Residency
+from ..state.table import ParamRecord
+from ..tiers.parts import parts_of
+from .published import Conversion, kinds_of
+from .whole import Sources, checked_cast, dtypes_in_files, planned
 
 _ALL = -1  # in place of a number of elements
 _INT32 = 2**31

@@ -9,7 +9,7 @@ from torch import nn
 
 from nvme_offload.offload._torch_private import tree_flatten
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.birth.published_names import Revert, revert_of
+from ..birth.published_names import Revert, revert_of
 
 
 @dataclass(frozen=True)

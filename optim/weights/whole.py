@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import sharded_like
 from nvme_offload.offload.weights.writer import weight_items, whole_of
-from nvme_offload.optim.precision.parameter import DTYPES, SIXTEEN_BITS
-from nvme_offload.optim.ranks.collective import is_alone, on_every_rank, take_first
-from nvme_offload.optim.tiers.parts import parts_of, split_shard
-from nvme_offload.optim.weights.published import Conversion, as_they_are, conversions_of
+from ..precision.parameter import DTYPES, SIXTEEN_BITS
+from ..ranks.collective import is_alone, on_every_rank, take_first
+from ..tiers.parts import parts_of, split_shard
+from .published import Conversion, as_they_are, conversions_of
 
 OWN = "own"
 """Every weight in the dtype in which the training keeps it for its forward."""

@@ -39,9 +39,9 @@ from nvme_offload.offload._fsdp_passes import TakingTurns
 from nvme_offload.offload._torch_private import is_compiled, version_of
 from nvme_offload.offload.errors import BlockOrderError, PeerError
 from nvme_offload.offload.warn import Once
-from nvme_offload.optim.zero.block_call import Arriving, BlockCall, Keeper, Kept
-from nvme_offload.optim.zero.relay import Runner
-from nvme_offload.optim.zero.scalars import scalars_of
+from .block_call import Arriving, BlockCall, Keeper, Kept
+from .relay import Runner
+from .scalars import scalars_of
 
 BeginBackward = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 """It gets the loss, or None past the tail, and whether the micro-batch is the last one; it returns the scaled loss."""

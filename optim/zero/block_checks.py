@@ -16,15 +16,15 @@ from nvme_offload.offload.host.available_memory import auto_budget, auto_host_bu
 from nvme_offload.offload.shards.stored import Padded
 from nvme_offload.offload.units import round_up
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.birth.birth import is_on_meta
-from nvme_offload.optim.layout.subgroup import plan_subgroups
-from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.account import Account, GroupSize, ShardSize
-from nvme_offload.optim.state.choice import CANDIDATES
-from nvme_offload.optim.state.placement import LEAST_BUDGET, StatePlacement
-from nvme_offload.optim.tiers.parts import FROZEN, ROOT
-from nvme_offload.optim.zero.keeping import Room
+from ..birth.birth import is_on_meta
+from ..layout.subgroup import plan_subgroups
+from ..precision.plan import PrecisionPlan
+from ..rules.rule import UpdateRule
+from ..state.account import Account, GroupSize, ShardSize
+from ..state.choice import CANDIDATES
+from ..state.placement import LEAST_BUDGET, StatePlacement
+from ..tiers.parts import FROZEN, ROOT
+from .keeping import Room
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from nvme_offload.offload.errors import ResumeError
-from nvme_offload.optim.checkpoint.bases import Bases, as_json, changes
-from nvme_offload.optim.durable.content import Content
-from nvme_offload.optim.durable.object import Durable
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.precision.loss_scale import LossScaler
+from ..checkpoint.bases import Bases, as_json, changes
+from ..durable.content import Content
+from ..durable.object import Durable
+from ..optimizer import OffloadOptimizer
+from ..precision.loss_scale import LossScaler
 
 
 class EnginePart:

@@ -25,30 +25,30 @@ from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.warn import door
 from nvme_offload.offload.weights.patch import WeightPatch
 from nvme_offload.offload.weights.writer import weight_items
-from nvme_offload.optim.checkpoint import save_load as checkpoint
-from nvme_offload.optim.checkpoint.background import begin_save
-from nvme_offload.optim.checkpoint.contents import Wanted
-from nvme_offload.optim.checkpoint.export import export_safetensors, save_adapter
-from nvme_offload.optim.checkpoint.run_state import TrainingParts
-from nvme_offload.optim.checkpoint.sites import CheckpointSite
-from nvme_offload.optim.durable.identity import ModelRecord
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.precision.loss_scale import LossScaler
-from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.ranks.collective import on_every_rank
-from nvme_offload.optim.ranks.peers import Peers
-from nvme_offload.optim.state.condition import Need
-from nvme_offload.optim.telemetry.stats import Span
-from nvme_offload.optim.weights.patches import patch_of, version_of
-from nvme_offload.optim.weights.whole import weights_of
-from nvme_offload.optim.zero.accumulation import Accumulation, all_of, check_loss, check_loss_of
-from nvme_offload.optim.zero.durable import DurableTraining, EnginePart
-from nvme_offload.optim.zero.keeping import KeepingChoice
-from nvme_offload.optim.zero.meshes import MeshRoles
-from nvme_offload.optim.zero.micro_batches import MicroBatches, WholeStep, check_alike
-from nvme_offload.optim.zero.outputs import instead_of
-from nvme_offload.optim.zero.passes import Passes, Update
-from nvme_offload.optim.zero.schedulers import take_on_groups
+from ..checkpoint import save_load as checkpoint
+from ..checkpoint.background import begin_save
+from ..checkpoint.contents import Wanted
+from ..checkpoint.export import export_safetensors, save_adapter
+from ..checkpoint.run_state import TrainingParts
+from ..checkpoint.sites import CheckpointSite
+from ..durable.identity import ModelRecord
+from ..optimizer import OffloadOptimizer
+from ..precision.loss_scale import LossScaler
+from ..precision.plan import PrecisionPlan
+from ..ranks.collective import on_every_rank
+from ..ranks.peers import Peers
+from ..state.condition import Need
+from ..telemetry.stats import Span
+from ..weights.patches import patch_of, version_of
+from ..weights.whole import weights_of
+from .accumulation import Accumulation, all_of, check_loss, check_loss_of
+from .durable import DurableTraining, EnginePart
+from .keeping import KeepingChoice
+from .meshes import MeshRoles
+from .micro_batches import MicroBatches, WholeStep, check_alike
+from .outputs import instead_of
+from .passes import Passes, Update
+from .schedulers import take_on_groups
 
 _NONE = (
     "none: the loss depends on no trainable parameter. Look whether the forward ran under torch.no_grad, detached its "

@@ -27,27 +27,27 @@ from nvme_offload.offload.devices.device import HOST, KINDS, current_of, default
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.user_path import user_path
 from nvme_offload.offload.warn import door
-from nvme_offload.optim.birth.birth import Birth, is_on_meta
-from nvme_offload.optim.birth.in_place import KEY as IN_PLACE
-from nvme_offload.optim.birth.in_place import BasePlaces
-from nvme_offload.optim.layout.blocks import check_own_parameters, find_units, match_blocks
-from nvme_offload.optim.layout.flat import check_is_no_wrapper, storage_of
-from nvme_offload.optim.layout.master import FORM_OF_DTYPE
-from nvme_offload.optim.named_optimizers import optimizer_class
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.precision.parameter import SIXTEEN_BITS
-from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.ranks.collective import gather, is_alone, on_every_rank
-from nvme_offload.optim.rules.registry import rule_of
-from nvme_offload.optim.rules.rule import UpdateRule
-from nvme_offload.optim.state.choice import CANDIDATES, Candidate, Keeping, chosen_before
-from nvme_offload.optim.zero import meshes
-from nvme_offload.optim.zero.block_checks import BlockChecks
-from nvme_offload.optim.zero.engine import OffloadEngine
-from nvme_offload.optim.zero.keeping import KeepingChoice, Room
-from nvme_offload.optim.zero.param_groups import groups_of, log_groups
-from nvme_offload.optim.zero.schedulers import scheduler_of
-from nvme_offload.optim.zero.sharding import shard_with_precision
+from ..birth.birth import Birth, is_on_meta
+from ..birth.in_place import KEY as IN_PLACE
+from ..birth.in_place import BasePlaces
+from ..layout.blocks import check_own_parameters, find_units, match_blocks
+from ..layout.flat import check_is_no_wrapper, storage_of
+from ..layout.master import FORM_OF_DTYPE
+from ..named_optimizers import optimizer_class
+from ..optimizer import OffloadOptimizer
+from ..precision.parameter import SIXTEEN_BITS
+from ..precision.plan import PrecisionPlan
+from ..ranks.collective import gather, is_alone, on_every_rank
+from ..rules.registry import rule_of
+from ..rules.rule import UpdateRule
+from ..state.choice import CANDIDATES, Candidate, Keeping, chosen_before
+from . import meshes
+from .block_checks import BlockChecks
+from .engine import OffloadEngine
+from .keeping import KeepingChoice, Room
+from .param_groups import groups_of, log_groups
+from .schedulers import scheduler_of
+from .sharding import shard_with_precision
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 OptimizerFactory = Callable[..., OffloadOptimizer]

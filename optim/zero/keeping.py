@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.shards.param_tier import KIND as PARAMS
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.ranks.collective import gather, on_every_rank
-from nvme_offload.optim.state.choice import Keeping, SavedSizes
-from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
+from ..optimizer import OffloadOptimizer
+from ..ranks.collective import gather, on_every_rank
+from ..state.choice import Keeping, SavedSizes
+from ..tiers.grad_tier import KIND as GRADS
 
 
 class Room(NamedTuple):

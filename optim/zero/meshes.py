@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.errors import ConfigError
-from nvme_offload.optim.access.same_values import differing, first_difference, take_from_first
-from nvme_offload.optim.ranks.collective import gather
-from nvme_offload.optim.ranks.drives import join
+from ..access.same_values import differing, first_difference, take_from_first
+from ..ranks.collective import gather
+from ..ranks.drives import join
 
 PIPELINE, TENSOR = "pp", "tp"
 DATA_PARALLEL = (("dp_shard",), ("dp",), ("dp_replicate", "dp_shard"))

@@ -15,12 +15,12 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import current_of
 from nvme_offload.offload.errors import BlockOrderError
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.ranks.collective import gather
-from nvme_offload.optim.zero.accumulation import Accumulation
-from nvme_offload.optim.zero.block_by_block import BlockByBlock
-from nvme_offload.optim.zero.block_call import Keeper, KeptInMemory, random_states, set_random_states
-from nvme_offload.optim.zero.keeping import KeepingChoice
-from nvme_offload.optim.zero.passes import Passes
+from ..ranks.collective import gather
+from .accumulation import Accumulation
+from .block_by_block import BlockByBlock
+from .block_call import Keeper, KeptInMemory, random_states, set_random_states
+from .keeping import KeepingChoice
+from .passes import Passes
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerGroup, OptimizerParams
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.warn import warn_user
-from nvme_offload.optim.layout.blocks import params_matching
-from nvme_offload.optim.rules.muon import BESIDE_MATRICES, Muon
-from nvme_offload.optim.rules.rule import UpdateRule
+from ..layout.blocks import params_matching
+from ..rules.muon import BESIDE_MATRICES, Muon
+from ..rules.rule import UpdateRule
 
 logger = logging.getLogger(__name__)
 

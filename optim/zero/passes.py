@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvme_offload.offload.devices.device import refuse_capture
 from nvme_offload.offload.errors import CorruptionError, StateError, SwapIOError
-from nvme_offload.optim.optimizer import OffloadOptimizer
-from nvme_offload.optim.ranks.peers import Peers
-from nvme_offload.optim.state.condition import take_back_notes
+from ..optimizer import OffloadOptimizer
+from ..ranks.peers import Peers
+from ..state.condition import take_back_notes
 
 
 class Passes:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nvme_offload.offload._torch_private import version_of
-from nvme_offload.optim.ranks.collective import largest
+from ..ranks.collective import largest
 
 
 def scalars_of(module: nn.Module) -> list[nn.Parameter]:

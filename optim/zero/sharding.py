@@ -16,17 +16,17 @@ from torch.utils import swap_tensors
 from nvme_offload.offload import _fsdp_passes, _torch_private
 from nvme_offload.offload.devices.device import is_host
 from nvme_offload.offload.errors import BlockOrderError, PeerError, StateError
-from nvme_offload.optim.layout.blocks import params_outside
-from nvme_offload.optim.precision import casts
-from nvme_offload.optim.precision.parameter import stays_as_it_came
-from nvme_offload.optim.precision.plan import PrecisionPlan
-from nvme_offload.optim.precision.watch import say_what_is_lowered
-from nvme_offload.optim.ranks.collective import gather, host_groups, largest
-from nvme_offload.optim.tiers import parts
-from nvme_offload.optim.zero.host_collectives import gather_in_kept_memory
-from nvme_offload.optim.zero.outputs import train_through_any_output
-from nvme_offload.optim.zero.scalars import ScalarGradients, scalars_of
-from nvme_offload.optim.zero.whole_weights import refuse_what_needs_whole_weights
+from ..layout.blocks import params_outside
+from ..precision import casts
+from ..precision.parameter import stays_as_it_came
+from ..precision.plan import PrecisionPlan
+from ..precision.watch import say_what_is_lowered
+from ..ranks.collective import gather, host_groups, largest
+from ..tiers import parts
+from .host_collectives import gather_in_kept_memory
+from .outputs import train_through_any_output
+from .scalars import ScalarGradients, scalars_of
+from .whole_weights import refuse_what_needs_whole_weights
 
 PIPELINES_REDUCE_ONCE = hasattr(FSDPModule, "set_manual_backward_finalization")
 """Whether the schedules of this torch (2.15 and newer) put off all that follows a backward to the end of the step."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import refuse_ddp
-from nvme_offload.optim.checkpoint.peft_files import has_adapters
+from ..checkpoint.peft_files import has_adapters
 
 
 def refuse_what_needs_whole_weights(model: nn.Module) -> None:

@@ -18,12 +18,12 @@ from nvme_offload.offload.progress import progress, say
 from nvme_offload.offload.storage.run_directory import FIO_NAME, RunDirectory
 from nvme_offload.offload.storage.swap_file import DirectPolicy
 from nvme_offload.offload.units import GiB, format_bytes
-from nvme_offload.perf.bench.report import describe_latest, markdown, show, summarized, summary
-from nvme_offload.perf.measure import command_line
-from nvme_offload.perf.measure.comparison import compared
-from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.results import save
-from nvme_offload.perf.measure.workloads import RawTarget, Sample
+from ..measure import command_line
+from ..measure.comparison import compared
+from ..measure.machine import environment
+from ..measure.results import save
+from ..measure.workloads import RawTarget, Sample
+from .report import describe_latest, markdown, show, summarized, summary
 
 _RW = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

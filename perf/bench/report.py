@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from nvme_offload.offload.units import GB, MiB, format_bytes, format_rate
-from nvme_offload.perf.measure.command_line import Settings
-from nvme_offload.perf.measure.comparison import Comparison, Quad, percentile
-from nvme_offload.perf.measure.machine import describe
-from nvme_offload.perf.measure.results import page, shown_table
-from nvme_offload.perf.measure.workloads import Sample
+from ..measure.command_line import Settings
+from ..measure.comparison import Comparison, Quad, percentile
+from ..measure.machine import describe
+from ..measure.results import page, shown_table
+from ..measure.workloads import Sample
 
 FIGURES = "GB/s", "min", "max", "IOPS", "depth", "request ms", "transfer ms p50", "p99", "p99.9", "longest", "CPU s/GB"
 HEAD = "rw", *FIGURES

@@ -19,11 +19,11 @@ from nvme_offload.offload.host.available_memory import available_bytes, cgroup_l
 from nvme_offload.offload.host.proc import meminfo
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import MiB, format_bytes
-from nvme_offload.perf.doctor.engines import check_engines, probe_engines
-from nvme_offload.perf.doctor.findings import Finding, Group, Level, Report, print_report, saw
-from nvme_offload.perf.doctor.paths import check_path
-from nvme_offload.perf.measure.command_line import Json
-from nvme_offload.perf.measure.machine import version_of
+from ..measure.command_line import Json
+from ..measure.machine import version_of
+from .engines import check_engines, probe_engines
+from .findings import Finding, Group, Level, Report, print_report, saw
+from .paths import check_path
 
 
 def check_memory(config: OffloadConfig) -> Finding:

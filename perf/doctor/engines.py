@@ -12,7 +12,7 @@ from nvme_offload.aio_native.uring_refusal import cause_of, first_numbers, io_ur
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import status_field
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
-from nvme_offload.perf.doctor.findings import Finding, saw
+from .findings import Finding, saw
 
 FIRST_KERNEL = (5, 6)
 FULL_KERNEL = (6, 1)

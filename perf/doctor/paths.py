@@ -11,9 +11,9 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.host.proc import Mount
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.units import GiB, format_bytes
-from nvme_offload.perf.doctor.findings import Finding, saw
-from nvme_offload.perf.doctor.trial import TrialSeen, try_folder
-from nvme_offload.perf.measure.machine import Drive, drive_of, mount_at
+from ..measure.machine import Drive, drive_of, mount_at
+from .findings import Finding, saw
+from .trial import TrialSeen, try_folder
 
 VIRTUAL = ("vd", "xvd")  # drives of virtual machines; the hypervisor says what it likes about rotation
 _ON_NVME = "choose a path on an NVMe drive"

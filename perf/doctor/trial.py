@@ -22,7 +22,7 @@ from nvme_offload.offload.host.page_cache import cached_pages
 from nvme_offload.offload.host.proc import mount_of, read
 from nvme_offload.offload.storage.swap_file import reported_alignment
 from nvme_offload.offload.units import KiB
-from nvme_offload.perf.measure.child import Child, ChildFailedError, Send
+from ..measure.child import Child, ChildFailedError, Send
 
 LIMIT = 300.0  # seconds after which a trial counts as failed
 _SHAPES = ((250_007,), (1000,))

@@ -2,7 +2,7 @@
 
 import typer
 
-from nvme_offload.perf.cli import PLAIN, Command, group_of
+from ..cli import PLAIN, Command, group_of
 
 _ABOUT = {
     "compare": (

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.experiments.experiment import run_experiment
-from nvme_offload.perf.experiments.gpt import parse_size
-from nvme_offload.perf.experiments.peers.worker import Ended, Order, model_of, work
-from nvme_offload.perf.measure.child import Child, ChildFailedError
-from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo, failures_in_words
-from nvme_offload.perf.measure.comparison import Quad
-from nvme_offload.perf.measure.machine import device_here, num_cpus
+from ..measure.child import Child, ChildFailedError
+from ..measure.command_line import Folder, Quads, SaveTo, failures_in_words
+from ..measure.comparison import Quad
+from ..measure.machine import device_here, num_cpus
+from .experiment import run_experiment
+from .gpt import parse_size
+from .peers.worker import Ended, Order, model_of, work
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2]
 """`make compare` makes an environment here for each peer that needs one."""

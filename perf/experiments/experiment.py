@@ -10,9 +10,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from nvme_offload.offload.progress import say
-from nvme_offload.perf.measure.command_line import check_save, failures_in_words, say_saved
-from nvme_offload.perf.measure.machine import environment
-from nvme_offload.perf.measure.results import page, save, shown_table
+from ..measure.command_line import check_save, failures_in_words, say_saved
+from ..measure.machine import environment
+from ..measure.results import page, save, shown_table
 
 
 class CaseOutcome(Protocol):

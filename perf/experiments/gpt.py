@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that all PyTorch code uses
 from torch import Tensor, nn
 
-from nvme_offload.perf.measure.command_line import KnobError
+from ..measure.command_line import KnobError
 
 HEAD_SIZE = 64
 VOCABULARY = 256

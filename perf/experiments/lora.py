@@ -18,20 +18,14 @@ from torch import Tensor, nn
 
 from nvme_offload import get_full_param, initialize
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.experiments.compare import Contender, tools_of
-from nvme_offload.perf.experiments.experiment import run_experiment
-from nvme_offload.perf.experiments.peers.worker import deepspeed_of
-from nvme_offload.perf.measure.child import Child, ChildFailedError, Send
-from nvme_offload.perf.measure.command_line import Folder, Quads, SaveTo
-from nvme_offload.perf.measure.comparison import Quad
-from nvme_offload.perf.measure.machine import (
-    moved_since,
-    num_cpus,
-    peak_resident_bytes,
-    reset_peak_resident_bytes,
-    storage_bytes,
-)
-from nvme_offload.perf.measure.sections import MODES, Layer
+from ..measure.child import Child, ChildFailedError, Send
+from ..measure.command_line import Folder, Quads, SaveTo
+from ..measure.comparison import Quad
+from ..measure.machine import moved_since, num_cpus, peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
+from ..measure.sections import MODES, Layer
+from .compare import Contender, tools_of
+from .experiment import run_experiment
+from .peers.worker import deepspeed_of
 
 OURS = Contender("ours", "nvme-offload, base in place, block by block")
 COPIED = Contender("copied", "nvme-offload, base copied, a loop over micro-batches")

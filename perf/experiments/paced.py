@@ -15,21 +15,16 @@ import typer
 
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
-from nvme_offload.perf.experiments.experiment import Row, run_experiment
-from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.experiments.training import SleepingModel, Training
-from nvme_offload.perf.measure.command_line import SaveTo
-from nvme_offload.perf.measure.machine import (
-    device_here,
-    peak_resident_bytes,
-    reset_peak_resident_bytes,
-    settled_resident_bytes,
-)
-from nvme_offload.perf.measure.sections import MODES, layered_model, merged, section
-from nvme_offload.perf.plan.machine import Drives, Machine
-from nvme_offload.perf.plan.placing import Job
-from nvme_offload.perf.plan.prediction import Prediction, predict
-from nvme_offload.perf.plan.shape import ModelShape
+from ..measure.command_line import SaveTo
+from ..measure.machine import device_here, peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
+from ..measure.sections import MODES, layered_model, merged, section
+from ..plan.machine import Drives, Machine
+from ..plan.placing import Job
+from ..plan.prediction import Prediction, predict
+from ..plan.shape import ModelShape
+from .experiment import Row, run_experiment
+from .paced_drive import STANDS_IN_FOR, paced_drive
+from .training import SleepingModel, Training
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "off": {"overlap_step": "off"},

@@ -16,16 +16,16 @@ import typer
 
 from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.units import GiB, MiB
-from nvme_offload.perf.experiments.experiment import Row, run_experiment
-from nvme_offload.perf.experiments.training import Training
-from nvme_offload.perf.measure.child import Child, Send
-from nvme_offload.perf.measure.command_line import Folder, SaveTo
-from nvme_offload.perf.measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
-from nvme_offload.perf.measure.sections import MODES, layered_model, section
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import Job
-from nvme_offload.perf.plan.prediction import predict
-from nvme_offload.perf.plan.shape import ModelShape
+from ..measure.child import Child, Send
+from ..measure.command_line import Folder, SaveTo
+from ..measure.machine import peak_resident_bytes, reset_peak_resident_bytes, settled_resident_bytes
+from ..measure.sections import MODES, layered_model, section
+from ..plan.machine import Machine
+from ..plan.placing import Job
+from ..plan.prediction import predict
+from ..plan.shape import ModelShape
+from .experiment import Row, run_experiment
+from .training import Training
 
 WIDTH, TOKENS, STEPS = 1024, 8, 3
 SHARE, SLACK_BYTES = 0.10, 64 * MiB

@@ -12,13 +12,13 @@ import typer
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.measure.command_line import HERE, Paths, byte_option, failures_in_words
-from nvme_offload.perf.plan.catalog import MICRO_BATCHES, MODEL, TOKENS, shape_of
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, step_of
-from nvme_offload.perf.plan.lora import LoraOption
-from nvme_offload.perf.plan.machine import Drives, Machine, MachineError
-from nvme_offload.perf.plan.remedies import remedies
-from nvme_offload.perf.plan.shape import ModelShape, ShapeError
+from ..measure.command_line import HERE, Paths, byte_option, failures_in_words
+from ..plan.catalog import MICRO_BATCHES, MODEL, TOKENS, shape_of
+from ..plan.choosing import Chooser, ChosenSection, step_of
+from ..plan.lora import LoraOption
+from ..plan.machine import Drives, Machine, MachineError
+from ..plan.remedies import remedies
+from ..plan.shape import ModelShape, ShapeError
 
 SUFFIXES = (".json", ".toml", ".yaml", ".yml")
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from nvme_offload.perf.measure.machine import describe
+from .machine import describe
 
 RESULTS = Path(__file__).parent.parent / "results"
 

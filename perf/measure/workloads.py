@@ -16,7 +16,7 @@ from nvme_offload.aio_native.registry import OpenedEngine, open_engine
 from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.buffer_pool import BufferPool, StagingBuffer
 from nvme_offload.offload.storage.swap_space import SwapSpace
-from nvme_offload.perf.measure.command_line import Rw, Settings
+from .command_line import Rw, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-from nvme_offload.perf.plan.machine import MachineError
-from nvme_offload.perf.plan.shape import LinearSize, ModelShape, ShapeError
+from .machine import MachineError
+from .shape import LinearSize, ModelShape, ShapeError
 
 REACHED = 0.4
 """Share of a card's operations that training reaches: what large runs report is 0.35 to 0.5."""

@@ -19,10 +19,10 @@ from nvme_offload.offload.storage.tier_plan import TierPlan
 from nvme_offload.offload.units import MiB, format_bytes
 from nvme_offload.optim.state.choice import ALL_FITS, CANDIDATES
 from nvme_offload.optim.state.placement import LEAST_BUDGET
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import Job, PlacedJob, account_of_job, may_fit, residents
-from nvme_offload.perf.plan.prediction import ACTIVATIONS, LEAST_GAIN, Prediction, predict, tier_plan
-from nvme_offload.perf.plan.shape import ModelShape
+from .machine import Machine
+from .placing import Job, PlacedJob, account_of_job, may_fit, residents
+from .prediction import ACTIVATIONS, LEAST_GAIN, Prediction, predict, tier_plan
+from .shape import ModelShape
 
 _RESIDENCIES = (
     "all of it in memory",

@@ -13,27 +13,17 @@ from rich.console import Console
 from nvme_offload.offload.errors import ConfigError
 from nvme_offload.offload.host.available_memory import total_bytes
 from nvme_offload.offload.units import GiB
-from nvme_offload.perf.measure.command_line import Json, byte_option, to_bytes
-from nvme_offload.perf.measure.machine import device_here, facts_of
-from nvme_offload.perf.plan.catalog import (
-    CARD,
-    DRIVE,
-    MICRO_BATCHES,
-    MODEL,
-    REACHED,
-    TOKENS,
-    card_of,
-    drives_of,
-    shape_of,
-)
-from nvme_offload.perf.plan.choosing import Chooser, ChosenSection, step_of
-from nvme_offload.perf.plan.lora import Lora, LoraOption
-from nvme_offload.perf.plan.machine import UPDATE_RATE, Drives, Machine, MachineError
-from nvme_offload.perf.plan.placing import may_fit
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
-from nvme_offload.perf.plan.remedies import remedies
-from nvme_offload.perf.plan.report import show
-from nvme_offload.perf.plan.shape import ModelShape, ShapeError
+from ..measure.command_line import Json, byte_option, to_bytes
+from ..measure.machine import device_here, facts_of
+from .catalog import CARD, DRIVE, MICRO_BATCHES, MODEL, REACHED, TOKENS, card_of, drives_of, shape_of
+from .choosing import Chooser, ChosenSection, step_of
+from .lora import Lora, LoraOption
+from .machine import UPDATE_RATE, Drives, Machine, MachineError
+from .placing import may_fit
+from .prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
+from .remedies import remedies
+from .report import show
+from .shape import ModelShape, ShapeError
 
 _MOST = 10**15  # torch counts bytes in 63 bits
 

@@ -9,9 +9,9 @@ from nvme_offload.offload.config.overlap import OVERLAPS, OverlapStep
 from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.telemetry.stats import CLOSE, Limit
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import PlacedJob
-from nvme_offload.perf.plan.traffic import PHASES, Phase, StepTraffic, Traffic
+from .machine import Machine
+from .placing import PlacedJob
+from .traffic import PHASES, Phase, StepTraffic, Traffic
 
 Part = Literal["forward", "backward", "step"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "step")

@@ -15,8 +15,8 @@ from nvme_offload.optim.layout.subgroup import Subgroup
 from nvme_offload.optim.precision.plan import precision_of
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.updates.logs import is_loggable
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.traffic import StepTraffic, Traffic
+from .machine import Machine
+from .traffic import StepTraffic, Traffic
 
 _OF_TILE = 16  # bytes of an entry, for each tile
 

@@ -31,11 +31,11 @@ from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
 from nvme_offload.optim.tiers.units import STAGING
 from nvme_offload.optim.updates.choice import way_of
 from nvme_offload.optim.updates.mirrored import DeviceMirror
-from nvme_offload.perf.plan.kept_state import KeptState
-from nvme_offload.perf.plan.lora import FULL_BITS
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.shape import ModelShape
-from nvme_offload.perf.plan.traffic import Phase
+from .kept_state import KeptState
+from .lora import FULL_BITS
+from .machine import Machine
+from .shape import ModelShape
+from .traffic import Phase
 
 LIBRARIES_BYTES = 384 * MiB
 """Resident memory of a process that has loaded torch, transformers' models and this package, and trained nothing."""

@@ -18,13 +18,13 @@ from nvme_offload.offload.shards.param_tier import KIND as PARAMS
 from nvme_offload.offload.storage.tier_plan import TIERS, Tier, TierPlan, Unit, plan_tiers
 from nvme_offload.optim.state.pipeline import KIND as STATE
 from nvme_offload.optim.tiers.grad_tier import KIND as GRADS
-from nvme_offload.perf.plan.iteration import IterationTime, moving_alone, on_one_processor, work_of
-from nvme_offload.perf.plan.kept_state import KeptState
-from nvme_offload.perf.plan.machine import Machine
-from nvme_offload.perf.plan.placing import Job, PlacedJob, may_fit
-from nvme_offload.perf.plan.schedule import iteration_time, reads_of
-from nvme_offload.perf.plan.shape import ModelShape
-from nvme_offload.perf.plan.traffic import StepTraffic, Traffic, of_gradients, of_parameters
+from .iteration import IterationTime, moving_alone, on_one_processor, work_of
+from .kept_state import KeptState
+from .machine import Machine
+from .placing import Job, PlacedJob, may_fit
+from .schedule import iteration_time, reads_of
+from .shape import ModelShape
+from .traffic import StepTraffic, Traffic, of_gradients, of_parameters
 
 ACTIVATIONS = "kept activations"
 LEAST_GAIN = 0.97  # share of another section's time from which on one is taken for faster

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nvme_offload.perf.plan.choosing import Chooser
-from nvme_offload.perf.plan.lora import Lora
-from nvme_offload.perf.plan.shape import ModelShape
+from .choosing import Chooser
+from .lora import Lora
+from .shape import ModelShape
 
 _GRAIN = 128  # tokens
 _MOST_RANKS = 4096

@@ -12,9 +12,9 @@ from nvme_offload.offload.storage.tier_plan import TIERS, Tier
 from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.account import GATHERED
-from nvme_offload.perf.plan.choosing import ChosenSection
-from nvme_offload.perf.plan.prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
-from nvme_offload.perf.plan.shape import ModelShape
+from .choosing import ChosenSection
+from .prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
+from .shape import ModelShape
 
 TOKENS = 10**9
 """A training is counted in billions of tokens."""

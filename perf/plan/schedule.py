@@ -28,7 +28,7 @@ from nvme_offload.optim.step.schedule import (
     learnt_early,
     next_update,
 )
-from nvme_offload.perf.plan.iteration import PARTS, IterationTime, Part, Work
+from .iteration import PARTS, IterationTime, Part, Work
 
 _WARM_UP, _FEWEST, _MOST = 2, 4, 6  # iterations that do not count, and iterations; even, where directions alternate
 _SAME_MOMENT, _SAME = 1e-12, 1e-9

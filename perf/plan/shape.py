@@ -11,8 +11,8 @@ import torch
 from nvme_offload.offload.activations.blocks import find_blocks
 from nvme_offload.offload.foreign import parse_json, printable, read_text
 from nvme_offload.optim.layout.blocks import find_ends
-from nvme_offload.perf.measure.loading import nothing_to_collect
-from nvme_offload.perf.plan.lora import FULL_BITS, Lora, bits_of_config, bits_of_files
+from ..measure.loading import nothing_to_collect
+from .lora import FULL_BITS, Lora, bits_of_config, bits_of_files
 
 _NUMBERED = re.compile(r"^n(um)?_.*(layer|expert|block)|(layers|experts|blocks|depth)$", re.IGNORECASE)
 """Keys that say how many modules are made."""

@@ -13,8 +13,8 @@ from nvme_offload.offload.durable.rewrite_every import SECONDS_PER_DAY
 from nvme_offload.offload.foreign import parse_json, printable, read_text
 from nvme_offload.offload.units import TB, format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_moved
-from nvme_offload.perf.report.charts import Series, bars, lines, stacks, timeline
-from nvme_offload.perf.top.command import PARTS, NoRunError, RunOnShow, runs_of
+from ..top.command import PARTS, NoRunError, RunOnShow, runs_of
+from .charts import Series, bars, lines, stacks, timeline
 
 NAME = "report.html"
 SHOWN_MS = 3_000.0  # of the end of a trace

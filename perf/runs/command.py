@@ -20,7 +20,7 @@ from nvme_offload.offload.foreign import COUNT, EACH, RANK, fits, parse_json, re
 from nvme_offload.offload.units import format_bytes, parse_bytes
 from nvme_offload.optim.checkpoint.committed_step import open_step
 from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
-from nvme_offload.perf.measure.command_line import Json
+from ..measure.command_line import Json
 
 _NAMES = [str]
 _OWNER = {"pid": COUNT, "began": str, "host": str}

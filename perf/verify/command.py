@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from nvme_offload.offload.units import format_bytes
-from nvme_offload.perf.doctor.command import examine
-from nvme_offload.perf.doctor.findings import Level
-from nvme_offload.perf.measure.child import Child, ChildFailedError, Send, Work
-from nvme_offload.perf.measure.command_line import Json, KnobError, check_folder, failures_in_words
-from nvme_offload.perf.measure.machine import device_here, environment, facts_of
-from nvme_offload.perf.verify import engines, optimizers
-from nvme_offload.perf.verify.outcome import LeftOutError, Outcome, Site, WrongError, exit_status
+from ..doctor.command import examine
+from ..doctor.findings import Level
+from ..measure.child import Child, ChildFailedError, Send, Work
+from ..measure.command_line import Json, KnobError, check_folder, failures_in_words
+from ..measure.machine import device_here, environment, facts_of
+from . import engines, optimizers
+from .outcome import LeftOutError, Outcome, Site, WrongError, exit_status
 
 LIMIT = 480.0  # seconds after which a check counts as failed
 

@@ -17,9 +17,9 @@ from nvme_offload import OffloadEngine, get_full_optimizer_state, get_full_param
 from nvme_offload.offload._torch_private import has_context
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.optim.zero.meshes import default_mesh
-from nvme_offload.perf.measure.sections import MODES, layered_model
-from nvme_offload.perf.verify.optimizers import section, values_of
-from nvme_offload.perf.verify.outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
+from ..measure.sections import MODES, layered_model
+from .optimizers import section, values_of
+from .outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
 
 BF16 = MODES["bf16"]
 LAYERS, ROWS, COLUMNS = 4, 331, 257

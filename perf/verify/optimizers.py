@@ -23,8 +23,8 @@ from nvme_offload import (
 from nvme_offload.offload.devices.device import current_of, page_lock
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.optim.telemetry.stats import OptimizerStats
-from nvme_offload.perf.measure import sections
-from nvme_offload.perf.verify.outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
+from ..measure import sections
+from .outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
 
 SHAPES = ((1,), (7,), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

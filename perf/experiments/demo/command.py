@@ -17,14 +17,14 @@ import typer
 
 from nvme_offload.aio_native.registry import ENGINES
 from nvme_offload.offload.units import MiB
-from nvme_offload.perf.experiments.compare import Contender, Seen, Side
-from nvme_offload.perf.experiments.experiment import run_experiment
-from nvme_offload.perf.experiments.gpt import CONTEXT, PRESETS, ModelSize, parse_size
-from nvme_offload.perf.experiments.peers.worker import MICRO_BATCHES, Order
-from nvme_offload.perf.measure import command_line
-from nvme_offload.perf.measure.comparison import Quad
-from nvme_offload.perf.measure.machine import mount_at, num_cpus
-from nvme_offload.perf.report.command import report
+from ...measure import command_line
+from ...measure.comparison import Quad
+from ...measure.machine import mount_at, num_cpus
+from ...report.command import report
+from ..compare import Contender, Seen, Side
+from ..experiment import run_experiment
+from ..gpt import CONTEXT, PRESETS, ModelSize, parse_size
+from ..peers.worker import MICRO_BATCHES, Order
 
 TURN_STEPS = 4
 """Steps that one run takes before the other goes on: an even number, since updates alternate in direction."""

@@ -22,9 +22,8 @@ from nvme_offload import initialize
 from nvme_offload.offload.devices.device import HOST, is_host, use, wait_for_all
 from nvme_offload.optim.telemetry.stats import OptimizerStats, Span
 from nvme_offload.optim.telemetry.trace import write_trace
-from nvme_offload.perf.experiments.gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
-from nvme_offload.perf.measure.child import Send
-from nvme_offload.perf.measure.machine import (
+from ...measure.child import Send
+from ...measure.machine import (
     moved_since,
     peak_resident_bytes,
     reset_peak_resident_bytes,
@@ -32,9 +31,10 @@ from nvme_offload.perf.measure.machine import (
     storage_bytes,
     version_of,
 )
-from nvme_offload.perf.measure.on_device import copied_by, peak_reserved_bytes, reset_peak_reserved_bytes
-from nvme_offload.perf.measure.sections import MODES, merged, section
-from nvme_offload.perf.verify.engines import full
+from ...measure.on_device import copied_by, peak_reserved_bytes, reset_peak_reserved_bytes
+from ...measure.sections import MODES, merged, section
+from ...verify.engines import full
+from ..gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
 
 SEED = 0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
