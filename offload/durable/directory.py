@@ -14,7 +14,6 @@ The names begin otherwise than those of `storage.run_directory`: no version of t
 import json
 import os
 import re
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,13 +100,11 @@ class DurableDirectory:
         while True:
             swap = SwapFile(self.path / SWAP_NAME, direct, keep=True)
             try:
-                is_open = any(other.path == self.path for other in _open)
-                owner.lock(swap.fd, self.path, self.name, closed_here=not is_open)
+                owner.lock(swap.fd, self.path, self.name)
                 if is_at(swap.path, swap.fd):
                     owner.Owner.this().note_in(self.path)
                     drive.ask(self.path, sync_folder, self.path)
                     swap.close_in_children()
-                    _open.add(self)
                     return swap
             except BaseException:
                 swap.close()
@@ -134,7 +131,3 @@ class DurableDirectory:
 
     def leave(self) -> None:
         """Keep everything: the lock fell with the swap file. Idempotent."""
-        _open.discard(self)
-
-
-_open: weakref.WeakSet[DurableDirectory] = weakref.WeakSet()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from ..errors import StateError
-from ..host.proc import PROC, read
+from ..host.proc import PROC, has_open, read
 from ..storage import drive
 from ..storage.run_folder import read_in, write_in
 
@@ -73,17 +73,16 @@ def try_lock(fd: int, folder: Path) -> bool:
     return True
 
 
-def lock(fd: int, folder: Path, name: str, *, closed_here: bool = False) -> None:
+def lock(fd: int, folder: Path, name: str) -> None:
     """Lock the swap file of a run, after the last transfers of a process that died or has closed the run.
 
-    `closed_here`: this process had the run last, if its note is there, and has closed it. Raises StateError, which
-    names who has it and is alive.
+    Raises StateError, which names who has it and is alive.
     """
     begun = time.monotonic()
     while not try_lock(fd, folder):
         owner = Owner.noted_in(folder)
-        # The kernel takes a closed ring apart behind close(), and that has a reference to the file.
-        dying = owner is not None and (not owner.is_alive or (closed_here and owner == Owner.this()))
+        # The kernel takes a closed ring apart behind close(), on a busy machine seconds later, and that has the file.
+        dying = owner is not None and not (owner.is_alive and has_open(owner.pid, fd))
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
             alive = owner or NOBODY_KNOWN
             raise StateError(

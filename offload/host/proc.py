@@ -1,5 +1,6 @@
 """The kernel says much in /proc and /sys; None stands for what it does not say."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,24 @@ def meminfo() -> dict[str, int]:
     """Return the fields of /proc/meminfo, in bytes."""
     lines = re.findall(r"^(\S+):\s+(\d+) kB$", read(PROC / "meminfo") or "", re.MULTILINE)
     return {name: int(size) * 1024 for name, size in lines}
+
+
+def has_open(pid: int, fd: int) -> bool:
+    """Whether a process has the file that is open here as `fd`, by another descriptor; True where nobody may look."""
+    folder = PROC / str(pid) / "fd"
+    own = str(fd) if pid == os.getpid() else None
+    try:
+        numbers = [number for number in os.listdir(folder) if number != own]
+    except OSError:
+        return True
+    return any(_is_of(folder / number, fd) for number in numbers)
+
+
+def _is_of(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except OSError:
+        return False  # it was closed meanwhile
 
 
 @dataclass(frozen=True)

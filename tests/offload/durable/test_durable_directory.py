@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import signal
+import socket
 import stat
 import threading
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from nvme_offload import ForeignFolderError, ResumeError, StateError, SwapIOErro
 from nvme_offload.offload.durable import directory, owner
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, directory_of
-from nvme_offload.offload.durable.inventory import find_runs
+from nvme_offload.offload.durable.inventory import find_runs, locked
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
 from nvme_offload.offload.host.region import HostRegion
@@ -145,8 +146,9 @@ def test_the_transfers_of_a_killed_process_have_ended_when_its_run_is_taken(tmp_
             path.unlink()
 
 
-def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path):
+def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path, monkeypatch):
     """The ring has the swap file when its process has it no more, and with it the lock."""
+    monkeypatch.setattr(owner, "_DYING_SECONDS", 2.0)
     process = Process(close_all_files, tmp_path)
     try:
         if process.said == "no files":
@@ -159,15 +161,33 @@ def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path):
     process.end()
 
 
-def test_a_run_that_was_closed_here_is_opened_again_when_its_ring_is_gone(tmp_path):
-    """On a busy machine the kernel takes a closed ring apart a second later."""
-    run = opened(tmp_path)
-    kept = os.dup(run.space.fds[0])
-    run.close()
-    letting_go = threading.Timer(1.5, os.close, [kept])
+@pytest.mark.parametrize("closed", ["here", "in a process that goes on"])
+@pytest.mark.parametrize("taken", [opened, lambda path: locked(find_runs([path])[0])], ids=["opened", "exported"])
+def test_a_run_that_was_closed_is_taken_when_its_ring_is_gone(tmp_path, closed, taken):
+    """On a busy machine the kernel takes a closed ring apart a second later. A socket keeps files as well."""
+    ours, theirs = socket.socketpair()
+
+    def close_run(path, say):
+        small = committed([path], 0, engine="auto")
+        socket.send_fds(theirs, [b"."], small.run.space.fds)
+        small.tier.close()
+        small.run.close()
+        say("closed")
+
+    def go_on(path, say):
+        ours.close()
+        close_run(path, say)
+        signal.pause()
+
+    process = Process(go_on, tmp_path) if closed != "here" else close_run(tmp_path, str)
+    letting_go = threading.Timer(1.5, ours.close)
     letting_go.start()
-    opened(tmp_path).close()
+    taken(tmp_path).close()
     letting_go.join()
+    theirs.close()
+    if process:
+        process.kill()
+        process.end()
 
 
 def test_a_forked_child_does_not_keep_a_run(tmp_path):
