@@ -21,14 +21,10 @@ _ABOUT = {
         "Measure iterations with several sections: over a drive of an exact rate beside the plan, or over a real one.",
         "--case forward --case backward",
     ),
-    "plan-check": (
-        "Compare what `offload plan` predicts with the resident memory of runs in every precision.",
-        "--path /mnt/nvme0",
-    ),
 }
 EXPERIMENTS = {
     name: Command(
-        f"nvme_offload.perf.experiments.{'demo.command' if name == 'demo' else name.replace('-', '_')}",
+        f"nvme_offload.perf.experiments.{'demo.command' if name == 'demo' else name}",
         text,
         f"python -m nvme_offload.perf.experiments {name} {arguments}",
     )

@@ -1,4 +1,4 @@
-"""Experiments as they run: what is saved at once, at the pace of a drive, and in the memory of a plan."""
+"""Experiments as they run: what is saved at once, and at the pace of a drive."""
 
 import json
 
@@ -7,14 +7,11 @@ import torch
 import typer
 
 from nvme_offload import OffloadAdamW, OffloadConfig
-from nvme_offload.offload.units import MiB
 from nvme_offload.perf import cli
-from nvme_offload.perf.experiments import plan_check
 from nvme_offload.perf.experiments.__main__ import EXPERIMENTS
 from nvme_offload.perf.experiments.experiment import Row, run_experiment
 from nvme_offload.perf.experiments.paced import SCHEDULES
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
-from nvme_offload.perf.experiments.plan_check import CASES, MemoryCase, growth_row
 from nvme_offload.perf.experiments.training import SleepingModel
 from tests.perf.experiments.running import results, said
 
@@ -48,24 +45,6 @@ def test_help_that_is_known_up_front_is_that_of_the_experiment():
         loaded = cli.load(name, EXPERIMENTS)
         assert " ".join(loaded.help.split("\n\n")[0].split()) == experiment.help
         assert loaded.epilog == f"Example: {experiment.example}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_run_takes_the_memory_of_its_plan(case, tmp_path):
-    found = plan_check.memory_of(tmp_path, case).to_dict()
-    assert found["within_plan"], found
-    assert 1.1 * found["measured"] + 64 * MiB >= found["predicted"], "the plan asks for no more than a run takes"
-
-
-@pytest.mark.parametrize(("excess", "status"), [(0, 0), (1, 1)])
-def test_the_check_fails_beyond_a_tenth_and_64_mib(excess, status, tmp_path, monkeypatch):
-    allowed = 1100 * MiB + 64 * MiB
-    monkeypatch.setattr(plan_check, "CASES", (MemoryCase(6, "bf16"),))
-    monkeypatch.setattr(plan_check, "memory_of", lambda _, case: growth_row(case, 1000 * MiB, allowed + excess))
-    output = said("plan-check", "--path", tmp_path, "--save", tmp_path, status=status)
-    assert f"64 MiB: {'bf16, state, 50 M' if excess else 'none'}" in output
-    assert len(list(tmp_path.glob("*-plan-memory.*"))) == 2
 
 
 RATE = 2e9
