@@ -21,7 +21,6 @@ FIRST_SEED_BY_DEFAULT = 1_000_000  # seeds that the long run does not have
 NUM_SEEDS_OF_A_MUTATION = 2000
 QUICKLY_FOUND = {
     "buffer released early": "swapper",
-    "skipped fsync": "checkpoint",
     "gather ended by its other half": "gathers",
 }
 """Mutations that few seeds of a subject are enough for: the simulator can fail."""

@@ -12,7 +12,7 @@ from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.mutations import MUTATIONS
 from tests.support.simulator.subjects import SUBJECTS
 
-_SEEDS_TO_FIND = range(80)[::-1]  # the last of them finds a skipped fsync after few others
+_SEEDS_TO_FIND = range(80)[::-1]
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import re
@@ -15,16 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from tests.support.simulator.case import Case, draw_case
 from tests.support.simulator.install import freeze, install
 from tests.support.simulator.mutations import MUTATIONS
-from tests.support.simulator.primitives import enter
 from tests.support.simulator.run import run_case
 from tests.support.simulator.subjects import SUBJECTS
-from tests.support.simulator.subjects.checkpoint import MODES, make_group, training
-from tests.support.simulator.world import World
 
 PATIENCE = 60.0  # seconds of a real clock after which a case counts as hung. The slowest takes a quarter of one.
 _WARM_UP = range(-40, 0)
@@ -51,24 +45,17 @@ def prepare() -> None:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     _roots[:] = [tempfile.TemporaryDirectory(prefix="simulated-", dir=memory)]
     install()
-    enter(World("", 0.0))
-    for mode in MODES:
-        training(mode)
     freeze()
     for seed in _WARM_UP:  # what is imported and made once and kept: a case is the same whatever was before it
         violation_of(draw_case(seed, SUBJECTS))
-    dist.destroy_process_group()
     freeze()
 
 
 def begin_process(mutation: str | None = None) -> None:
-    """After a fork: a process group of its own, whose threads a fork would not take along; and a broken package."""
+    """After a fork: perhaps with a broken package."""
     if mutation is not None:
         MUTATIONS[mutation]()
-    enter(World("", 0.0))
-    make_group()
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 def run_seeds(

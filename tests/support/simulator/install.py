@@ -20,8 +20,6 @@ import nvme_offload.offload.storage.swap_file as swap_file_module
 from nvme_offload.aio_native import starting
 from nvme_offload.aio_native.bell import Bell
 from nvme_offload.aio_native.registry import EngineEntry
-from nvme_offload.offload.weights import writer
-from nvme_offload.optim.checkpoint import files
 from tests.support.simulator.drive import SimulatedEngine
 from tests.support.simulator.primitives import SimpleQueue, Threading, Time, world
 
@@ -53,7 +51,6 @@ def install() -> None:
             module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
     EngineEntry.open = lambda entry, options: SimulatedEngine(options)  # type: ignore[method-assign]
     swap_file_module.os = _Allocating()  # type: ignore[assignment]
-    _fill_files()
     _step_bells()
     _count_regions()
     gc.disable()
@@ -81,19 +78,6 @@ class _Allocating:
             os.posix_fallocate(fd, offset, max(1, size // 2))  # ext4 and XFS keep what they found
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, offset, size)
-
-
-def _fill_files() -> None:
-    """Portions of checkpoints and exports are allocations, too."""
-    for holder, name in ((files.HashingStream, "write"), (writer._Export, "_write")):
-        real = getattr(holder, name)
-
-        def write(stream: Any, data: Any, real: Any = real) -> Any:
-            if any(full() for full in allocations):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(stream, data)
-
-        setattr(holder, name, write)
 
 
 def _step_bells() -> None:

@@ -11,7 +11,6 @@ from nvme_offload.offload.staging.mover import Mover
 from nvme_offload.offload.staging.slot import Residency
 from nvme_offload.offload.swapper.records import Prefetch
 from nvme_offload.offload.swapper.scheduler import TaskScheduler
-from nvme_offload.optim.checkpoint import files
 from tests.support.views_out import end_all_but_the_latest
 
 
@@ -42,12 +41,6 @@ def record_updated_late() -> None:
             scheduler._advance(task.record)
 
     TaskScheduler.enqueue = enqueue  # type: ignore[method-assign]
-
-
-def skipped_fsync() -> None:
-    """The bytes of a checkpoint's files are not brought to the drive."""
-
-    files.sync_file = lambda descriptor: None  # type: ignore[attr-defined]
 
 
 def swallowed_short_read() -> None:
@@ -90,7 +83,6 @@ def stale_checksum() -> None:
 MUTATIONS: Mapping[str, Callable[[], None]] = {
     "buffer released early": buffer_released_early,
     "record updated late": record_updated_late,
-    "skipped fsync": skipped_fsync,
     "swallowed short read": swallowed_short_read,
     "lost wake-up": lost_wake_up,
     "stale checksum": stale_checksum,

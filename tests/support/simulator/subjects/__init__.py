@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tests.support.simulator.subjects.checkpoint import CheckpointSubject
 from tests.support.simulator.subjects.gathers import GatherSubject
 from tests.support.simulator.subjects.optimizer import OptimizerSubject
 from tests.support.simulator.subjects.swapper import SwapperSubject
@@ -13,6 +12,5 @@ SUBJECTS: Mapping[str, Any] = {
     "tier": TierSubject,
     "swapper": SwapperSubject,
     "optimizer": OptimizerSubject,
-    "checkpoint": CheckpointSubject,
     "gathers": GatherSubject,
 }
