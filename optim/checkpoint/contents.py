@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from ..layout.geometry import Chunk, Part
 from ..rules.rule import UpdateRule
 from ..state.body import StateBody
 from ..state.table import step_entry
-from .places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor, copied_aside
+from .places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor
 
 MODEL, OPTIMIZER = "model", "optim.state"
 """The names of a model's tensors, and of an optimizer's, begin with these."""
@@ -211,15 +210,6 @@ class StreamedSavePlanner(DefaultSavePlanner):
             [_write_item(item, contents.kinds[item.name]) for item in contents.items],
             planner_data={**contents.paths, **aliases},
         )
-
-    def keep_aside(self, plan: SavePlan, folder: Path) -> None:
-        """Keep what `plan` writes from memory as it is now, in a file without a name; OSError if there is no room."""
-        wanted = [self._items[write.index] for write in plan.items]
-        places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory)}
-        copies = dict(zip(places, copied_aside([*places.values()], folder), strict=True))
-        for index, item in self._items.items():
-            if (copy := copies.get(id(item.place))) is not None:
-                self._items[index] = item._replace(place=copy)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Read the values of one item."""

@@ -1,17 +1,10 @@
 """The values of checkpoint items are in memory, or in a subgroup's state on a tier. One is visited at a time."""
 
-import mmap
-import os
-from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.units import round_up
 from ..access.values import LiveValues, Values
 from ..layout.subgroup import Run
 from ..state.slots import SlotRecord
@@ -69,22 +62,6 @@ class InMemory:
         if self._opened is not None and (isinstance(self._tensor, SplitTensor) or not self._tensor.is_contiguous()):
             self._tensor.copy_(self._opened.view(self._tensor.shape))
         self._opened = None
-
-
-def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
-    """Copy values as they are now into pages of a file without a name, which take no memory; OSError on a full disk."""
-    starts = [0, *accumulate(round_up(place.size_bytes, _ASIDE_ALIGNMENT) for place in places)]
-    if starts[-1] == 0:
-        return [InMemory(place.read().clone()) for place in places]
-    with TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, starts[-1])  # a full disk is an error here, and a signal later
-        mapped = mmap.mmap(file.fileno(), starts[-1])
-    copies = []
-    for place, start in zip(places, starts[:-1], strict=True):
-        values = place.read()
-        copy = torch.frombuffer(mapped, dtype=torch.uint8, count=starts[-1] - start, offset=start)[: values.nbytes]
-        copies.append(InMemory(copy.view(values.dtype).copy_(values)))
-    return copies
 
 
 class Stored:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 import warnings
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from ..state.condition import Need
 from . import bases, files, run_state, storage
 from .contents import MODEL, Contents, StreamedLoadPlanner, StreamedSavePlanner, Wanted, check_fits, contents_of
 from .files import FileRecord
-from .sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
+from .sites import CheckpointSite, FoundCheckpoint, HostsReader
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:
@@ -93,7 +91,7 @@ def save(
     store = training.optimizer.store
     on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
     with store.at_rest():
-        save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
+        save = agree(training, tag, client_state)
         return write(root, save, CheckpointSite.of(training))
 
 
@@ -126,12 +124,8 @@ def agree(
     training: run_state.TrainingParts,
     tag: str | None,
     client_state: Mapping[str, Any] | None,
-    values: Callable[[], Values],
 ) -> AgreedSave:
-    """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
-
-    `values` gives what is saved of the state, when all of it has its place.
-    """
+    """See that all ranks can save what there is, and mean the same; every rank must call it, `at_rest`."""
     store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[str, Contents]:
@@ -140,7 +134,7 @@ def agree(
         store.check(Need.STATE)
         store.table.check_layouts()
         store.place_trainable()
-        return own_tag, _contents_of(training, values())
+        return own_tag, _contents_of(training, LiveValues(store, ahead=store.slots))
 
     own_tag, contents = on_every_rank(prepare, group)
     if training.has_frozen is None:
@@ -190,19 +184,6 @@ class SavedIndex(NamedTuple):
 
     files: Mapping[str, bytes]
     of_ranks: Mapping[str, FileRecord]
-
-    def as_json(self) -> str:
-        """Return the same as text, for another process."""
-        return json.dumps([{name: b64encode(data).decode() for name, data in self.files.items()}, self.of_ranks])
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return what another process made. ValueError: it is none, or has files that no index has."""
-        said, of_ranks = json.loads(text)
-        if said.keys() != set(INDEX):
-            raise ValueError(f"an index has the files {', '.join(INDEX)}, not {', '.join(said)}")
-        records = {str(name): FileRecord(*record) for name, record in of_ranks.items()}
-        return cls({name: b64decode(data) for name, data in said.items()}, records)
 
     def write(self, partial: Path) -> None:
         """Write them, and the list of all."""

@@ -84,7 +84,7 @@ def joined(found: Sequence[inventory.RunFound]) -> list[inventory.RunFound]:
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
 _SHOWN = 4
-_OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir, background=True)"
+_OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir)"
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Folders of nvme_path.")]
