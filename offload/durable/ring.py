@@ -16,7 +16,7 @@ further step that can be gone back to there is besides what one step sets free.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -108,10 +108,6 @@ class ExtentRing:
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
-
-    def lay_out(self, layouts: Iterable[SlotLayout]) -> None:
-        """Know how slots are laid out, for reading alone: they have no space."""
-        self.slots = [RingSlot(layout, 0) for layout in layouts]
 
     def drop(self, first: int) -> None:
         """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.weights.writer import named_tensors
-from ..access.values import Values
+from ..access.values import LiveValues
 from ..layout.geometry import Chunk, Part
 from ..rules.rule import UpdateRule
 from ..state.body import StateBody
@@ -139,7 +139,7 @@ class Contents:
         return count
 
 
-def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
+def contents_of(model: nn.Module, body: StateBody, values: LiveValues) -> Contents:
     """Return what a checkpoint of this model and optimizer has; ValueError where the two do not fit together."""
     tensors, tied = named_tensors(model)
     contents = Contents(tied={f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()})
@@ -173,16 +173,14 @@ def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
             yield Item(name, chunk, place)
 
 
-def tier_items(
-    values: Values, parts: Mapping[int, Part], names: Mapping[int, str], weights: str = "master"
-) -> Iterator[Item]:
-    """Yield the items of parameters that have state, and of that, by subgroup; `weights` is the parameters' entry."""
+def tier_items(values: LiveValues, parts: Mapping[int, Part], names: Mapping[int, str]) -> Iterator[Item]:
+    """Yield the items of parameters that have state, and of that, by subgroup."""
     for slot in values.slots:
-        entries = [weights, *(state.name for state in slot.subgroup.rule.states)]
+        entries = ["master", *(state.name for state in slot.subgroup.rule.states)]
         for piece in chain.from_iterable(run.pieces(MAX_CHUNK_NUMEL) for run in slot.subgroup.runs):
             param = names[piece.param]
             for entry in entries:
-                name = f"{MODEL}.{param}" if entry == weights else f"{OPTIMIZER}.{param}.{entry}"
+                name = f"{MODEL}.{param}" if entry == "master" else f"{OPTIMIZER}.{param}.{entry}"
                 place = Stored(values, slot, piece, entry)
                 for chunk in parts[piece.param].chunks(piece.start, piece.stop):
                     yield Item(name, chunk, place)

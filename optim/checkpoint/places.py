@@ -5,13 +5,12 @@ from typing import Protocol
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from ..access.values import LiveValues, Values
+from ..access.values import LiveValues
 from ..layout.subgroup import Run
 from ..state.slots import SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
-_ASIDE_ALIGNMENT = 64  # bytes: any dtype begins there
 
 
 class Place(Protocol):
@@ -42,11 +41,6 @@ class InMemory:
         self._tensor = tensor.detach()
         self._opened: torch.Tensor | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes of the values."""
-        return self._tensor.numel() * self._tensor.dtype.itemsize
-
     def read(self) -> torch.Tensor:
         """Give the values where they lie, or a copy."""
         plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
@@ -65,9 +59,9 @@ class InMemory:
 
 
 class Stored:
-    """A piece of a run of ``master`` or a state, from a multiple of `TILE_NUMEL` on. That of a commit is only read."""
+    """A piece of a run of ``master`` or a state, from a multiple of `TILE_NUMEL` on."""
 
-    def __init__(self, values: Values, slot: SlotRecord, run: Run, name: str) -> None:
+    def __init__(self, values: LiveValues, slot: SlotRecord, run: Run, name: str) -> None:
         self._values = values
         self._at = slot, run, name
         self._opened: torch.Tensor | None = None
@@ -79,13 +73,11 @@ class Stored:
 
     def open(self) -> torch.Tensor:
         """Give the state where it lies, or a copy of what is not fp32 there."""
-        assert isinstance(self._values, LiveValues)
         self._opened = self._values.open(*self._at)
         return self._opened
 
     def leave(self) -> None:
         """Write what was opened to where it belongs."""
-        assert isinstance(self._values, LiveValues)
         if self._opened is not None:
             self._values.write(*self._at, self._opened)
             self._opened = None

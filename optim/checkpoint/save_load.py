@@ -26,7 +26,7 @@ from nvme_offload.offload.sync import make_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
 from ..access.same_values import differing
-from ..access.values import LiveValues, Values
+from ..access.values import LiveValues
 from ..ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
 from ..state.condition import Need
 from . import bases, files, run_state, storage
@@ -92,11 +92,10 @@ def save(
     on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
     with store.at_rest():
         save = agree(training, tag, client_state)
-        return write(root, save, CheckpointSite.of(training))
+        return _write(root, save, CheckpointSite.of(training))
 
 
-def write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
-    """Write a checkpoint that all ranks of a group have agreed on; return its folder."""
+def _write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
     with PartialFolder(root, save.tag, site) as partial:
         items = plan_items(partial, save.contents, site)
         with progress("writing the checkpoint", items.size_bytes) as advance:
@@ -282,7 +281,7 @@ def _load(
     return loaded
 
 
-def _contents_of(training: run_state.TrainingParts, values: Values) -> Contents:
+def _contents_of(training: run_state.TrainingParts, values: LiveValues) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names.extend(run_state.names_of_groups(training.optimizer, contents))
     if training.has_frozen is False:

@@ -136,7 +136,6 @@ class OffloadEngine:
                 module,
                 optimizer.store.table,
                 precision=precision_plan.mode,
-                rule=optimizer.rule.name,
                 stage=roles.pipeline.get_local_rank() if roles.pipeline is not None else 0,
             )
             optimizer.durable.commits.serve(record)

@@ -8,18 +8,16 @@ import time
 from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.owner import Owner
-from nvme_offload.offload.errors import OffloadError, StateError
+from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.foreign import COUNT, EACH, RANK, fits, parse_json, read_text
-from nvme_offload.offload.units import format_bytes, parse_bytes
-from nvme_offload.optim.checkpoint.committed_step import open_step
-from nvme_offload.optim.checkpoint.run_export import export_checkpoint, export_weights
+from nvme_offload.offload.units import format_bytes
 from ..measure.command_line import Json
 
 _NAMES = [str]
@@ -83,8 +81,6 @@ def joined(found: Sequence[inventory.RunFound]) -> list[inventory.RunFound]:
 
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
-_SHOWN = 4
-_OF_ITS_OWN = "; it writes its own: engine.export_safetensors(dir), engine.save_checkpoint(dir)"
 _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Folders of nvme_path.")]
@@ -105,9 +101,9 @@ runs = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "List durable runs, export what they committed, remove them.\n\n"
+        "List durable runs, and remove them.\n\n"
         "A run is durable if its section sets `offload_optimizer.durable`. Its directories stay when it ends, however "
-        "it ends. `offload runs PATH ...` lists runs. The model is not needed to export one."
+        "it ends. `offload runs PATH ...` lists runs."
     ),
 )
 
@@ -160,65 +156,6 @@ def remove(
     typer.echo(done)
 
 
-@runs.command("export", epilog="Example: offload runs export my-run weights /mnt/nvme0 --dtype bf16")
-def export(
-    name: Annotated[str, typer.Argument(help="Name of the run.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write to, new or empty.")],
-    paths: Paths,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", help="Step to export, which the run still holds.  [default: the newest that all ranks have]"
-        ),
-    ] = None,
-    snapshot: Annotated[
-        str | None, typer.Option("--snapshot", metavar="NAME", help="Snapshot to export, in place of a step.")
-    ] = None,
-    what: Annotated[
-        Literal["weights", "checkpoint"],
-        typer.Option("--what", help="Weights alone, or a checkpoint that `load_checkpoint` takes."),
-    ] = "weights",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Dtype of weights: fp32, bf16, fp16, or own (that of the forward).")
-    ] = "fp32",
-    max_shard: Annotated[str, typer.Option("--max-shard", metavar="BYTES", help="Most bytes of one file.")] = "1GiB",
-    partly: Annotated[
-        bool, typer.Option("--partly", help="Export a run although it keeps no frozen parameters: they are left out.")
-    ] = False,
-) -> None:
-    """Write a committed step as safetensors, or as a checkpoint.
-
-    It does not need the model. Weights are in the layout of Hugging Face.
-
-    Every byte is verified. Nothing of the run is changed, and one that is alive is refused.
-    """
-    run = _named(name, paths, snapshot)
-    _check_paths(run)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise typer.BadParameter(f"{folder} is there and is no empty folder: name a new one", param_hint="FOLDER")
-    if snapshot is not None and step is not None:
-        raise typer.BadParameter("a snapshot is of one step: leave out --step", param_hint="--snapshot")
-    try:
-        with open_step(run, step=step, snapshot=snapshot) as committed:
-            if what == "checkpoint":
-                files = [*export_checkpoint(committed, folder).iterdir()]
-            else:
-                missing = [] if partly else committed.missing
-                if missing:
-                    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-                    raise ValueError(
-                        f"{committed.name!r} does not keep {', '.join(missing[:_SHOWN])}{more}: parameters that were "
-                        "always frozen are no state. Say --partly to have all others, and take these from where the "
-                        "training had them"
-                    )
-                files = export_weights(committed, folder, dtype, parse_bytes(max_shard))
-            size_bytes = sum(file.stat().st_size for file in files)
-            typer.echo(f"exported step {committed.step} of {name}: {format_bytes(size_bytes)} in {len(files)} file(s)")
-    except (OffloadError, OSError, ValueError) as error:
-        typer.echo(f"{error}{_OF_ITS_OWN if run.is_alive and isinstance(error, StateError) else ''}", err=True)
-        raise typer.Exit(1) from error
-
-
 def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> inventory.RunFound:
     run = next((run for run in _found(paths) if run.name == name), None)
     if run is None:
@@ -229,12 +166,12 @@ def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> inventory.
     return run
 
 
-def _check_paths(run: inventory.RunFound, *, partly: bool | None = None) -> None:
+def _check_paths(run: inventory.RunFound, *, partly: bool) -> None:
     missing = [rank.copies for rank in run.ranks if rank.copies.num_missing]
     if missing and not partly:
         raise typer.BadParameter(
             f"{run.name!r} has {missing[0].num_paths} paths, and {len(missing[0].read_from)} of them are among these "
-            f"folders: name all{'' if partly is None else ', or say --partly'}",
+            "folders: name all, or say --partly",
             param_hint="PATH",
         )
 
