@@ -11,6 +11,10 @@ MODES = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
+    "int8": {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1, "state_dtype": "int8"}},
+    },
 }
 
 

@@ -142,13 +142,13 @@ def test_what_two_ranks_save_two_ranks_resume_bit_for_bit_on_any_tier(saved_at_2
 @pytest.mark.usefixtures("alone")
 def test_one_process_resumes_it(saved_at_2):
     root, drive, saved = saved_at_2
-    compare(load_and_look(0, 1, root, drive, dict(zip(MODES, (drive, drive, None), strict=True))), saved)
+    compare(load_and_look(0, 1, root, drive, dict(zip(MODES, (drive, drive, None, drive), strict=True))), saved)
 
 
 @pytest.mark.slow
 def test_four_ranks_resume_it(saved_at_2):
     root, drive, saved = saved_at_2
-    for seen in run_ranks(load_and_look, 4, root, drive, {"bf16": drive}):
+    for seen in run_ranks(load_and_look, 4, root, drive, {"bf16": drive, "int8": None}):
         compare(seen, saved)
     assert not list(drive.iterdir())
     assert not dist.is_initialized()
