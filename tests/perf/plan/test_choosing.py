@@ -99,6 +99,17 @@ def test_what_does_not_fit_is_said_with_the_smallest_changes_that_do():
     assert replace(asked, tokens=tokens + 128).choose(shape).tiers.missing
 
 
+@pytest.mark.parametrize(("capacity", "moments"), [(32e9, "int8"), (56e9, "bf16"), (80e9, "fp32")])
+def test_narrow_moments_are_offered_where_nothing_wider_fits_and_never_taken(capacity, moments):
+    shape = ModelShape.of_numbers(8 * 10**9, 32, 4096, 32000)
+    asked = chooser(replace(CARD, host_memory=24 * GiB, capacity=int(capacity)))
+    assert asked.fits(shape) == (moments == "fp32")
+    assert "state_dtype" not in str(asked.choose(shape).job.config.model_dump(exclude_defaults=True))
+    offered = [each for each in remedies(asked, shape) if each.startswith(f"moments in {moments} ")]
+    assert len(offered) == (moments != "fp32")
+    assert replace(asked, moments=moments).fits(shape)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_traffic_of_many_micro_batches_is_that_of_each_one_after_the_other(seed, monkeypatch):
     rng = random.Random(seed)
