@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nvme_offload.offload.errors import CheckpointError, CheckpointWriteError, HalfRenamedError, SwapIOError
 from nvme_offload.offload.weights.writer import named_tensors, weight_items, write_sharded
 from ..ranks.collective import on_every_rank
-from ..weights.published import Conversion, kinds_of
+from ..weights.published import Conversion
 from ..weights.whole import Sources, checked_cast, dtypes_in_files, metas_of, planned
 from . import files
 from .contents import MODEL
@@ -62,7 +62,7 @@ def _merged(sources: Sources, adapters: Sequence[str] | None) -> Sources:
 
 
 def _kinds_in(conversions: Iterable[Conversion]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: kind for conversion in conversions for name, kind in kinds_of(conversion.made).items()}
+    return {name: kind for conversion in conversions for name, kind in conversion.made.items()}
 
 
 def _in_turn(conversions: Sequence[Conversion], whole: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:

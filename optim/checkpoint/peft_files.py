@@ -13,7 +13,7 @@ from torch import nn
 
 from nvme_offload.offload.weights.writer import named_tensors
 from ..birth.published_names import plain_class
-from ..weights.published import Conversion, conversions_by
+from ..weights.published import Conversion, conversions_by, kinds_of
 
 Metas = Mapping[str, torch.Tensor]
 """The tensors of a model by name, on meta."""
@@ -95,7 +95,7 @@ def merged(
     for name in tensors:
         owner = _owner(name, layers)
         if not owner and name.startswith(prefix):
-            parts.append(Conversion([name], {name.removeprefix(prefix): tensors[name]}, None))
+            parts.append(Conversion([name], kinds_of({name.removeprefix(prefix): tensors[name]}), None))
             was[name.removeprefix(prefix)] = name
         elif owner and inside[owner]:
             layer, members = layers[owner], inside.pop(owner)
@@ -104,7 +104,8 @@ def merged(
             made = layer.merged({each: tensors[each] for each in sources})
             found = {new: source for new, (_, source) in made.items() if source is not None}
             _check_untied(set(found.values()), tied, members)
-            parts.append(Conversion(sources, {new: tensor for new, (tensor, _) in made.items()}, layer.revert))
+            kinds = kinds_of({new: tensor for new, (tensor, _) in made.items()})
+            parts.append(Conversion(sources, kinds, layer.revert))
             was |= found
     return base, parts, was
 

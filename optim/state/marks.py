@@ -13,6 +13,52 @@ import torch
 from ..layout.master import MARKS_IN_WORD, TILE_NUMEL, num_marks
 from ..layout.subgroup import Run
 
+Found = tuple[torch.Tensor, torch.Tensor]
+"""Numbers of elements that have changed, and what they are: see `KernelPool.marked`."""
+
+
+class LatestChanges:
+    """Has what has changed of runs since the latest patch, from the step after which the next one is expected.
+
+    That is as many steps after the latest patch as that one was after the patch before.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, tuple[int, bool]] = {}
+        """It has `first` and `wide` of `WeightMarks.begin` for parameters whose elements are in order."""
+        self._kept: dict[int, dict[Run, Found]] = {}
+        self._changes = -1
+        self._step = self._begun = 0
+        self._every = 1
+
+    def expects_patch(self, step: int) -> bool:
+        """Return whether this is that step."""
+        return step == self._begun + self._every
+
+    def keep(self, run: Run, found: Found) -> None:
+        """Keep what that step has left of a run; it may still be in backward."""
+        self._kept.setdefault(run.param, {})[run] = found
+
+    def note_step(self, step: int, changes: int) -> None:
+        """Note that a step was called, after which so many changes of weights were noticed."""
+        self._step, self._changes = step, changes
+        if not self.expects_patch(step):
+            self.drop()
+
+    def begin(self) -> None:
+        """Note that a patch was gone through."""
+        self.drop()
+        self._begun, self._every = self._step, max(self._step - self._begun, 1)
+
+    def drop(self) -> None:
+        """Drop what was kept: its step is taken back, or another one has followed."""
+        self._kept = {}
+
+    def of(self, index: int, numel: int, changes: int) -> list[Found]:
+        """Return what is kept of a parameter of so many elements; nothing unless it is all, and nothing came later."""
+        kept = self._kept.get(index, {}) if changes == self._changes else {}
+        return [kept[run] for run in sorted(kept)] if sum(run.numel for run in kept) == numel else []
+
 
 class WeightMarks:
     """The marks of all parameters of a table, by index, 64 elements a number: bit 0 is the first."""
@@ -30,6 +76,7 @@ class WeightMarks:
         """Changes of weights since the process began that were noticed: steps, and whatever else."""
         self.history = ""
         """Drawn at random, the same on all ranks: versions of other histories are unknown; "": none has begun."""
+        self.latest = LatestChanges()
         self._on_host: dict[int, torch.Tensor] = {}
         self._on_device: dict[int, torch.Tensor] = {}
         self._commit = "", 0
@@ -47,9 +94,11 @@ class WeightMarks:
         """Note that a commit has the weights as they are now."""
         self._commit = commit, self.changes
 
-    def note_change(self, updated: Iterable[int] = ()) -> None:
+    def note_change(self, updated: Iterable[int] = (), *, step: int = 0) -> None:
         """Note that weights are about to change, perhaps by a step with gradients of these parameters."""
         self.changes += 1
+        if step:
+            self.latest.note_step(step, self.changes)
         if self.history:
             self.updates.update(list(updated))  # of a mapping it would add the values
 
@@ -69,10 +118,16 @@ class WeightMarks:
         self.note_change()
         self.known, self.digests, self.history, self._commit = set(), {}, "", (commit, self.changes)
         self._on_host, self._on_device = {}, {}
+        self.latest.drop()
         self.num_begun += 1  # what was is gone
 
-    def begin(self, index: int, numel: int) -> None:
-        """Begin to mark what changes of a parameter."""
+    def begin(self, index: int, numel: int, first: int | None, *, wide: bool) -> None:
+        """Begin to mark what changes of a parameter.
+
+        Its elements have numbers from `first` on, which need int64 if they are `wide`; None: they are not in order.
+        """
+        if first is not None:
+            self.latest.numbers[index] = first, wide
         self._on_host[index] = torch.zeros(num_marks(numel), dtype=torch.int64, device="cpu")
         self.num_begun += 1
 
@@ -111,5 +166,6 @@ class WeightMarks:
     def restart(self, version: str, digests: dict[str, object]) -> None:
         """Take all marks away: this version is known alone, and changes from here on are marked."""
         self.known, self.digests = {version}, digests
+        self.latest.begin()
         for marks in (*self._on_host.values(), *self._on_device.values()):
             marks.zero_()

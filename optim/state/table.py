@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload.offload._torch_private import without_torch_function
-from nvme_offload.offload.devices.device import HOST, is_device
+from nvme_offload.offload.devices.device import HOST, is_device, is_host
 from nvme_offload.offload.shards.stored import TieredShard
-from ..kernels import KernelPool, OnAccelerator
+from ..kernels import KernelPool, OnAccelerator, num_marked
 from ..layout.flat import Layout, Origin, flat_view, storage_of
 from ..layout.master import FORM_OF_DTYPE, TILE_NUMEL, MasterForm, num_tiles
 from ..layout.subgroup import Run
@@ -19,6 +19,8 @@ from ..tiers.parts import parts_of
 from .marks import WeightMarks
 
 _tile_sums = OnAccelerator().tile_checksums
+_FEW = 8
+"""One in so many elements has changed, or fewer, where values are kept for a patch: at most 0.75 B a parameter."""
 
 
 def step_entry(steps: int) -> torch.Tensor:
@@ -218,6 +220,18 @@ class ParamTable:
             return
         if tiles := record.changed_tiles(run, values, pool, on_device=on_device):
             self.marks.note(run, tiles)
+
+    def keep_changes(self, runs: Iterable[Run], step: int, pool: KernelPool) -> None:
+        """Keep what a step has changed of runs in host memory, if a patch is expected after it."""
+        if not self.marks.latest.expects_patch(step):
+            return
+        for run in runs:
+            marks, numbers = self.marks.of(run), self.marks.latest.numbers.get(run.param)
+            if marks is None or numbers is None or num_marked(marks, run.numel) * _FEW > run.numel:
+                continue
+            if is_host((param := self._records[run.param].view(run)).device):
+                found = pool.marked(marks, run.numel, param, first=numbers[0] + run.start, wide=numbers[1])
+                self.marks.latest.keep(run, found)
 
     @property
     def leaves(self) -> list[torch.Tensor]:

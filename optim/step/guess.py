@@ -134,6 +134,7 @@ class ForGood:
             if (begun := store.record_in(StepPhase.BEGUN)) is None:
                 return
             store.worker.drop_job()
+            store.table.marks.latest.drop()
             if self._undo(begun):
                 store.be_whole()
                 let_read(store.table[index] for index in begun.claims.final)

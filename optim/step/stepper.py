@@ -179,7 +179,7 @@ class Stepper:
         )
         # Not earlier: where a hyperparameter is refused, the step is still to come.
         store.enter(record)
-        store.table.marks.note_change(grads)
+        store.table.marks.note_change(grads, step=number)
         store.worker.raise_failure()
         self._go_on(record, len(inside), interrupt)
 

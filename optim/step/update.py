@@ -48,6 +48,8 @@ def read_update_write(
             with meter.computing("compute", slot.subgroup.index):
                 store.pipeline.will_change(slot, updated=work.grads)
                 record.update(slot, update)
+                if not slot.home.on_device:
+                    store.table.keep_changes(runs, record.number, store.means.kernels)
         with recorded("nvme_offload: write"):
             store.pipeline.release(slot)
 

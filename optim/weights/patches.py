@@ -25,10 +25,11 @@ from ..layout.subgroup import Run
 from ..ranks.collective import gather, on_every_rank
 from ..state.body import StateBody
 from ..state.condition import Need
+from ..state.marks import Found
 from ..state.slots import Residency
 from ..state.table import ParamRecord
 from ..tiers.parts import parts_of
-from .published import Conversion, kinds_of
+from .published import Conversion
 from .whole import Sources, checked_cast, dtypes_in_files, planned
 
 _ALL = -1  # in place of a number of elements
@@ -67,7 +68,7 @@ def patch_of(
     sources = Sources.of(model, tensors, own, group)
     dtypes = dtypes_in_files(dtype, own, sources.kinds)
     conversions = planned(model, sources.kinds, dtypes, published=True)
-    kinds = {name: kind for conversion in conversions for name, kind in kinds_of(conversion.made).items()}
+    kinds = {name: kind for conversion in conversions for name, kind in conversion.made.items()}
     with body.at_rest():
         body.check(Need.PARAMS)
         marks = body.table.marks
@@ -164,7 +165,15 @@ def _begin(body: StateBody) -> None:
         if not is_born:  # what was born has sums of what its last update left
             record.note_written(run, record.copy_of(run), body.kernels, on_device=on_device)
     for index in new:
-        marks.begin(index, body.table[index].param.numel())
+        part, record = _part_of(body.table[index]), body.table[index]
+        first = part.first if part.is_rows else None
+        marks.begin(index, record.param.numel(), first, wide=record.leaf.numel() >= _INT32)
+
+
+def _part_of(record: ParamRecord) -> Part:
+    if record not in _parts:
+        _parts[record] = Part.of(record.leaf)
+    return _parts[record]
 
 
 def _note_edits(body: StateBody) -> None:
@@ -187,12 +196,6 @@ def _plain_runs(body: StateBody, indices: set[int]) -> Iterator[tuple[ParamRecor
     for index in plain:
         if not body.table[index].is_placed:
             yield body.table[index], Run(index, 0, body.table[index].param.numel(), 0), False, False
-
-
-def _part_of(record: ParamRecord) -> Part:
-    if record not in _parts:
-        _parts[record] = Part.of(record.leaf)
-    return _parts[record]
 
 
 def _digest_of(body: StateBody, tensor: torch.Tensor, known: object = None) -> object:
@@ -227,7 +230,10 @@ class _Asked(NamedTuple):
         if not isinstance(digest, _Marked):
             return 0 if marks.digests.get(name) == digest else _ALL
         record, parts = self.body.table.of(tensor), parts_of(tensor)
-        found = num_marked(marks.collected(record.index), record.param.numel())
+        if kept := self._kept(record):
+            found = sum(indices.numel() for indices, _ in kept)
+        else:
+            found = num_marked(marks.collected(record.index), record.param.numel())
         if parts is not None and parts.stored.form.dtype is not self.dtypes[name]:
             # Masters are finer than what is stored: they may have changed without it.
             return 0 if not found and marks.digests.get(name) == digest else _ALL
@@ -254,6 +260,10 @@ class _Asked(NamedTuple):
                 indices, values = indices[first], values[order[first]]
             yield WeightChange(published, tuple(tensor.shape), self.dtypes[name], values, indices)
 
+    def _kept(self, record: ParamRecord) -> list[Found]:
+        marks = self.body.table.marks
+        return marks.latest.of(record.index, record.param.numel(), marks.changes)
+
     def _index_dtype(self, name: str) -> torch.dtype:
         return torch.int32 if self.tensors[name].numel() < _INT32 else torch.int64
 
@@ -262,14 +272,16 @@ class _Asked(NamedTuple):
         found = {}
         for name in names:
             tensor, parts, dtype = self.tensors[name], parts_of(self.tensors[name]), self.dtypes[name]
-            if parts is None:
+            if kept := self._kept(self.body.table.of(tensor)):
+                indices, values = kept[0] if len(kept) == 1 else (torch.cat(each) for each in zip(*kept, strict=True))
+            elif parts is None:
                 indices, values = self._found(name, flat_view(local_tensor(tensor.detach())))
             else:
                 with parts.between_steps(), parts.held(change=False) as flat:
                     indices, values = self._found(name, flat)
-                if dtype is torch.float16 and parts.is_in_state and values.isinf().any():
-                    too_large = "weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32"
-                    raise ValueError(f"{name} has {too_large}")
+            if dtype is torch.float16 and parts is not None and parts.is_in_state and values.isinf().any():
+                too_large = "weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32"
+                raise ValueError(f"{name} has {too_large}")
             found[name] = indices, checked_cast(name, values, dtype)
         return found
 

@@ -18,8 +18,8 @@ class Conversion:
 
     sources: Sequence[str]
     """Names in the model."""
-    made: Mapping[str, torch.Tensor]
-    """The tensors by their names in the files, on meta."""
+    made: Mapping[str, tuple[torch.Size, torch.dtype]]
+    """Shapes and dtypes of the tensors by their names in the files."""
     revert: Revert | None
     """None: the one source under another name, or its own."""
 
@@ -29,7 +29,7 @@ class Conversion:
         if self.revert is None:
             return dict(zip(self.made, wholes.values(), strict=True))
         made = self.revert(wholes)
-        if {name: (each.shape, each.dtype) for name, each in made.items()} != kinds_of(self.made):
+        if kinds_of(made) != self.made:
             raise ValueError(f"other tensors are made of {', '.join(self.sources)} alone than were of all together")
         return dict(made)
 
@@ -56,7 +56,7 @@ def conversions_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
 
 def as_they_are(tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
     """Return how to make files of tensors under their own names."""
-    return [Conversion([name], {name: tensor}, None) for name, tensor in tensors.items()]
+    return [Conversion([name], {name: kind}, None) for name, kind in kinds_of(tensors).items()]
 
 
 def conversions_by(revert: Revert, tensors: Mapping[str, torch.Tensor], *, uses_all: bool = True) -> list[Conversion]:
@@ -71,17 +71,19 @@ def conversions_by(revert: Revert, tensors: Mapping[str, torch.Tensor], *, uses_
     for each in made.values():
         joined = set().union(*(sets[name] for name in each.sources))
         sets.update(dict.fromkeys(joined, joined))
-    found = []
+    together: dict[int, tuple[list[str], dict[str, Any]]] = {}  # of each set what is in it, and what is made of it
     for name in tensors:
-        sources = [each for each in tensors if each in sets[name]] if len(sets[name]) > 1 else [name]
-        if sources[0] == name:
-            targets: Any = {new: each for new, each in made.items() if sets[next(iter(each.sources))] is sets[name]}
-            if not targets and not uses_all:
-                continue
-            if not targets:
-                raise ValueError(f"nothing is made of {name}")
-            is_same = len(targets) == 1 and next(iter(targets.values())).is_untouched
-            found.append(Conversion(sources, targets, None if is_same else revert))
+        together.setdefault(id(sets[name]), ([], {}))[0].append(name)
+    for new, each in made.items():
+        together[id(sets[next(iter(each.sources))])][1][new] = each
+    found = []
+    for sources, targets in together.values():
+        if not targets and not uses_all:
+            continue
+        if not targets:
+            raise ValueError(f"nothing is made of {sources[0]}")
+        is_same = len(targets) == 1 and next(iter(targets.values())).is_untouched
+        found.append(Conversion(sources, kinds_of(targets), None if is_same else revert))
     return found
 
 

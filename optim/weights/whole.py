@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from .published import Conversion, as_they_are, conversions_of
 
 OWN = "own"
 """Every weight in the dtype in which the training keeps it for its forward."""
+
+_plans: WeakKeyDictionary[nn.Module, tuple[Mapping[str, tuple[torch.Size, torch.dtype]], list[Conversion]]]
+_plans = WeakKeyDictionary()
+"""It has the tensors that files were last to be made of, and how, of models whose files have the model's shapes."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,15 @@ def planned(
     published: bool,
 ) -> list[Conversion]:
     """Return how to make the files of tensors in these dtypes, with the names that are `published` or the model's."""
-    metas = metas_of({name: (shape, dtypes[name]) for name, (shape, _) in kinds.items()})
-    return conversions_of(model, metas) if published else as_they_are(metas)
+    wanted = {name: (shape, dtypes[name]) for name, (shape, _) in kinds.items()}
+    if not published:
+        return as_they_are(metas_of(wanted))
+    known, plan = _plans.get(model, ({}, []))
+    if known != wanted:
+        plan = conversions_of(model, metas_of(wanted))
+        if all(each.revert is None for each in plan):  # else it has hold of the model
+            _plans[model] = wanted, plan
+    return plan
 
 
 def metas_of(kinds: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:

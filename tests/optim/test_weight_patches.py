@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, save_patch
-from tests.support.drawn_patches import bits, drawn, patched, run
+from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, initialize, save_patch
+from tests.support import tiers
+from tests.support.drawn_patches import bits, differing, drawn, patched, run, whole
 from tests.support.forked import ROOT
 from tests.support.rules import CASES
 from tests.support.training import section
@@ -171,6 +172,62 @@ def test_a_resumed_run_knows_the_version_of_its_commit(tmp_path):
         have, sparse = patched(have, patch)
         assert sparse > 0
         assert all(torch.equal(bits(have[name]), bits(value)) for name, value in model.state_dict().items())
+
+
+def sparse_steps(folder, schedule):
+    """Return an engine whose steps change few words."""
+    places = {"state": "nvme"} if schedule == "speculate" else tiers.EVERYTHING
+    config = tiers.section(folder, **places, accumulation=1)
+    config |= {"overlap_step": schedule, "gradient_clipping": 30.0 * (schedule != "backward")}
+    config |= {"skip_non_finite": False} if schedule == "backward" else {}
+    config["optimizer"]["params"] = {"lr": 1e-6}
+    if schedule == "speculate":
+        config["zero_optimization"]["offload_optimizer"] |= {"durable": "run", "rewrite_every": 1}
+    torch.manual_seed(0)
+    model = tiers.Model(num_layers=3, width=129, tied=False)
+    for layer in model.layers:
+        nn.init.ones_(layer.norm.bias)  # of zeros all words would change
+    return initialize(model, config)
+
+
+def step_of(engine, number):
+    engine.backward(tiers.loss_of(engine, number))
+    engine.step()
+
+
+@pytest.mark.parametrize("schedule", ["off", "forward", "backward"])
+def test_a_patch_after_as_many_steps_as_the_one_before_takes_no_block(schedule, alone, tmp_path):
+    with sparse_steps(tmp_path, schedule) as engine:
+        version, have, used, number = engine.weights_version, whole(engine, "own"), [], 0
+        for steps in (1, 1, 2, 2, 2, 1):
+            for _ in range(steps):
+                step_of(engine, number := number + 1)
+            engine.optimizer.synchronize()
+            before = engine.optimizer.stats().param_uses
+            patch = engine.weights(since=version)
+            have, sparse = patched(have, patch)
+            used.append(engine.optimizer.stats().param_uses > before)
+            assert sparse > 0
+            assert differing(have, engine, "own") == []
+            version = patch.version
+        assert used == [False, False, True, False, False, True]
+
+
+def test_what_a_guess_left_and_was_taken_back_is_in_no_patch(alone, monkeypatch, tmp_path):
+    tiers.be_eager(monkeypatch)
+    with sparse_steps(tmp_path, "speculate") as engine:
+        version, have = engine.weights_version, whole(engine, "own")
+        for number in range(3):
+            step_of(engine, number)
+            patch = engine.weights(since=version)
+            have, version = patched(have, patch)[0], patch.version
+        engine.backward(tiers.loss_of(engine, 3))
+        assert tiers.wait_for_guessed(engine.optimizer)
+        engine.optimizer.zero_grad()
+        engine.module.uses = engine.module.uses[:-1]  # the last layer is as it was before
+        step_of(engine, 4)
+        assert engine.optimizer.stats().updates_taken_back > 0
+        assert differing(patched(have, engine.weights(since=version))[0], engine, "own") == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
