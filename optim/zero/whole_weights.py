@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import refuse_ddp
@@ -18,10 +19,19 @@ def refuse_what_needs_whole_weights(model: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(_check_loaded)  # type: ignore[no-untyped-call]
         if callable(save := getattr(module, "save_pretrained", None)):
             module.__dict__["save_pretrained"] = partial(_save_pretrained, module, save)
+        if isinstance(module, FSDPModule):  # its class is made by FSDP2, and pickle does not find it
+            module.__dict__["__reduce_ex__"] = _refuse_to_pickle
     refuse_ddp(
         model,
         "DistributedDataParallel around engine.module: its parameters are sharded, and the engine reduces their "
         'gradients over all ranks. Call the engine itself; "stage": 0 keeps a copy of them on each rank',
+    )
+
+
+def _refuse_to_pickle(_protocol: int) -> None:
+    raise TypeError(
+        "engine.module cannot be pickled or copied: its parameters are shards. Save dict(engine.weights()), "
+        "the whole weights by name; or call engine.save_checkpoint(folder), which writes the optimizer's state, too"
     )
 
 

@@ -48,6 +48,7 @@ CALLS = [
     (lambda e: DistributedDataParallel(e.module), r"around engine.module: .* Call the engine itself"),
     (lambda e: torch.save(e, io.BytesIO()), "cannot be pickled .* Use save_checkpoint, or weights"),
     (copy.deepcopy, "cannot be pickled or copied"),
+    (lambda e: torch.save(e.module, io.BytesIO()), r"engine.module cannot be pickled .* dict\(engine.weights\(\)\)"),
     (lambda e: e.module.load_state_dict(WHOLE), r"0.weight is sharded .* set_full_param.* weights="),
     (lambda e: e.module.load_state_dict(WHOLE, strict=False), "0.weight is sharded"),
     (lambda e: e.module[0].load_state_dict(nn.Linear(8, 8).state_dict()), ": weight is sharded here"),
