@@ -3,9 +3,7 @@
 import dataclasses
 import errno
 import json
-import os
 import time
-from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,70 +12,16 @@ import typer
 from typer.core import TyperGroup
 
 from nvme_offload.offload.durable import inventory
-from nvme_offload.offload.durable.owner import Owner
 from nvme_offload.offload.errors import StateError
-from nvme_offload.offload.foreign import COUNT, EACH, RANK, fits, parse_json, read_text
 from nvme_offload.offload.units import format_bytes
 from ..measure.command_line import Json
 
-_NAMES = [str]
-_OWNER = {"pid": COUNT, "began": str, "host": str}
-_COPIES = {"read_from": _NAMES, "others": _NAMES, "num_paths": COUNT}
-_RANK: dict[str, Any] = {
-    "rank": RANK,
-    "folders": _NAMES,
-    "copies": list,
-    "steps": {EACH: COUNT},
-    **dict.fromkeys(("snapshots", "prepared", "unreadable"), _NAMES),
-    "committed_at": (float, type(None)),
-    "model": str,
-    "size_bytes": COUNT,
-    "owner": (_OWNER, type(None)),
-    "problem": str,
-}
-_RUN = {"name": str, "ranks": [_RANK], "num_ranks": RANK, "hosts": {EACH: str}}
-"""A run is written so."""
-
 
 def format_runs(found: Sequence[inventory.RunFound]) -> str:
-    """Return a list of all runs as JSON, for `parse_runs` and for people."""
+    """Return a list of all runs as JSON."""
     more = {"step": "step", "alive": "is_alive", "size_bytes": "size_bytes", "committed_at": "committed_at"}
     said = [dataclasses.asdict(run) | {key: getattr(run, name) for key, name in more.items()} for run in found]
     return json.dumps(said, indent=2, default=str)
-
-
-def parse_runs(text: str) -> list[inventory.RunFound]:
-    """Return the runs of a list that `format_runs` made; ValueError where it is none."""
-    runs = parse_json(text)
-    if not fits(runs, [_RUN]) or not all(run["ranks"] for run in runs):
-        raise ValueError("it has other names or values than a list of runs has")
-    return [
-        inventory.RunFound(run["name"], tuple(map(_rank_of, run["ranks"])), run["num_ranks"], run["hosts"])
-        for run in runs
-    ]
-
-
-def _rank_of(said: dict[str, Any]) -> inventory.RankFound:
-    copies = dict(zip(_COPIES, said["copies"], strict=False))
-    if not (fits(copies, _COPIES) and copies["read_from"]):
-        raise ValueError(f"its copies are {said['copies']}")
-    owner = Owner(**{name: said["owner"][name] for name in _OWNER}) if said["owner"] else None
-    return inventory.RankFound(
-        **{**{name: said[name] for name in _RANK}, "copies": inventory.CopiesFound(**copies), "owner": owner}
-    )
-
-
-def joined(found: Sequence[inventory.RunFound]) -> list[inventory.RunFound]:
-    """Return what several hosts found of each run as one; of a rank that several have, the last commit counts."""
-    runs = []
-    for name in sorted({run.name for run in found}):
-        parts = [run for run in found if run.name == name]
-        in_order = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.committed_at or 0.0)
-        ranks = sorted({rank.rank: rank for rank in in_order}.items())
-        num_ranks = max(part.num_ranks for part in parts)
-        hosts = {**ChainMap(*(dict(part.hosts) for part in parts))}
-        runs.append(inventory.RunFound(name, tuple(rank for _, rank in ranks), num_ranks, hosts))
-    return runs
 
 
 _HEADINGS = ("NAME", "MODEL", "STEP", "AGE", "BYTES", "RANKS", "STATE")
@@ -110,19 +54,8 @@ runs = typer.Typer(
 
 @runs.command("list", epilog="Example: offload runs list /mnt/nvme0")
 def list_runs(paths: Paths, as_json: Json = False) -> None:
-    """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed.
-
-    A PATH may also be a file that --json printed on another host: a run on several hosts is one line then.
-    """
-    listings = [path for path in paths if os.path.exists(path) and not os.path.isdir(path)]
-    found = _found([path for path in paths if path not in listings])
-    for listing in listings:
-        try:
-            found += parse_runs(read_text(listing))
-        except (OSError, ValueError) as error:
-            said = f"{listing} is not of `offload runs --json`: {error}"
-            raise typer.BadParameter(said, param_hint="PATH") from error
-    found = joined(found)
+    """List the durable runs below these folders. Nothing is changed, and a run that is alive is not disturbed."""
+    found = _found(paths)
     if as_json:
         typer.echo(format_runs(found))
     else:

@@ -85,16 +85,6 @@ def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
     _, run, said = lines(in_memory)
     assert (run[2], run[5]) == ("0", "0..3 of 5")
     assert said == ["no directory of ranks 2, 4 (host there) is here"]
-    listings = [in_memory / "on a.json", in_memory / "on b.json"]
-    listings[0].write_text(offload_runs("--json", in_memory)[1])
-    shutil.move(in_memory / "nvme-durable-small-rank3", in_memory / "nvme-durable-small-rank4")
-    listings[1].write_text(offload_runs("--json", in_memory)[1])
-    for listed in (listings, [in_memory, listings[0]]):
-        _, run, said = lines(*listed)
-        assert (run[2], run[5], said) == ("0", "0..4 of 5", ["no directory of ranks 2 is here"])
-    listings[0].write_text("[{}]")
-    code, output = offload_runs(*listings)
-    assert (code, "is not of `offload runs --json`" in output) == (2, True), output
 
 
 def test_a_path_that_was_not_looked_at(small, paths):
