@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.units import format_bytes
-from ..measure.child import Child, ChildFailedError
+from ..measure.child import Child, ChildFailedError, Work
 from ..measure.command_line import Folder, Quads, SaveTo, failures_in_words
 from ..measure.comparison import Quad
 from ..measure.machine import device_here, num_cpus
@@ -196,7 +196,8 @@ def _compared(others: Sequence[Contender], order: Order, folder: Path, quads: in
     ours = Seen(OURS, parse_size(order.size).num_parameters, order.device != HOST.type)
     yield ours
     for other in others:
-        own, found = _beside_ours(other, order, folder, quads)
+        own, found = (Seen(each, ours.numel, ours.on_device) for each in (OURS, other))
+        beside(own, found, lambda seen, python: Side(seen, python, order, folder), quads)
         if found.problem is None:
             ours.seconds += own.seconds
             ours.ended, ours.losses = own.ended, own.losses
@@ -219,11 +220,17 @@ def tools_of(python: str) -> dict[str, str]:
 class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
-    def __init__(self, found: Seen, python: str, template: Order, folder: Path, logs: Path | None = None) -> None:
-        """Start it. The folder on the drive gets its swap, log and weights; `template`: all but who and where."""
+    def __init__(
+        self, found: Seen, python: str, template: Any, folder: Path, logs: Path | None = None, does: Work | None = None
+    ) -> None:
+        """Start it, to do the work of the peers or another. The folder on the drive gets its swap, log and weights.
+
+        `template` is its order, but for who and where.
+        """
         contender, log = found.contender, (logs or folder) / f"{found.contender.name}.log"
-        super().__init__(work, log, python=python, environment=tools_of(python))
-        self._found, self._turn = found, template.turn
+        super().__init__(does or work, log, python=python, environment=tools_of(python))
+        self._found = found
+        self._turn: int = template.turn
         swap = folder / contender.name
         swap.mkdir(exist_ok=True)
         order = replace(template, contender=contender.name, package=contender.package)
@@ -244,21 +251,18 @@ class Side(Child):
         self._found.ended = self.finish("ended")
 
 
-def _beside_ours(contender: Contender, template: Order, folder: Path, quads: int) -> tuple[Seen, Seen]:
-    """Train both by turns; return what was seen of ours and of the other. One that cannot train says why."""
-    model = parse_size(template.size).num_parameters, template.device != HOST.type
-    ours, theirs = Seen(OURS, *model), Seen(contender, *model)
-    if (python := contender.python()) is None:
-        theirs.problem = f"{contender.package} is not installed"
-        return ours, theirs
+def beside(ours: Seen, theirs: Seen, side_of: Callable[[Seen, str], Side], quads: int) -> None:
+    """Train both by turns, and note what is seen of either. One that cannot train says why."""
+    if (python := theirs.contender.python()) is None:
+        theirs.problem = f"{theirs.contender.package} is not installed"
+        return
     with ExitStack() as stack:
         try:
-            other = stack.enter_context(Side(theirs, python, template, folder))
+            other = stack.enter_context(side_of(theirs, python))
         except ChildFailedError as error:
             theirs.problem = str(error).splitlines()[0]
-            return ours, theirs
-        own = stack.enter_context(Side(ours, sys.executable, template, folder))
+            return
+        own = stack.enter_context(side_of(ours, sys.executable))
         theirs.quads = [Quad.measure(own.turn, other.turn) for _ in range(quads)]
         own.end()
         other.end()
-    return ours, theirs

@@ -1,31 +1,29 @@
 """LoRA over a frozen base on NVMe: ours in place and block by block, beside ours copied in a loop, and DeepSpeed."""
 
-import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nvme_offload import get_full_param, initialize
+from nvme_offload.offload.devices.device import HOST
 from nvme_offload.offload.units import format_bytes
-from ..measure.child import Child, ChildFailedError, Send
+from ..measure.child import Send
 from ..measure.command_line import Folder, Quads, SaveTo
-from ..measure.comparison import Quad
-from ..measure.machine import moved_since, num_cpus, peak_resident_bytes, reset_peak_resident_bytes, storage_bytes
+from ..measure.machine import num_cpus
 from ..measure.sections import MODES, Layer
-from .compare import Contender, tools_of
+from .compare import Contender, Seen, Side, beside
 from .experiment import run_experiment
-from .peers.worker import deepspeed_of
+from .peers.worker import Trainer, deepspeed_of, digest, train
 
 OURS = Contender("ours", "nvme-offload, base in place, block by block")
 COPIED = Contender("copied", "nvme-offload, base copied, a loop over micro-batches")
@@ -46,7 +44,9 @@ class LoraOrder:
     tokens: int  # of a micro-batch
     threads: int
     base: str  # folder of the files that the model begins with
-    swap: str  # folder on the drive
+    swap: str = ""  # folder on the drive
+    weights: str = ""  # nothing is written there
+    turn: int = 1
 
 
 class Adapted(nn.Module):
@@ -81,37 +81,16 @@ def write_base(order: LoraOrder) -> int:
 
 
 def work(told: Iterator[Any], send: Send) -> None:
-    """Train as told, number by number of iterations, whose seconds are sent; at the end memory, bytes and a digest."""
+    """Train as told, see `peers.worker.train`; at the end the adapters are digested."""
     order: LoraOrder = next(told)
     torch.set_num_threads(order.threads)
-    generator = torch.Generator().manual_seed(1)
-    iterate, weights, close = (_deepspeed if order.contender == "deepspeed" else _ours)(order)
-
-    def one() -> None:
-        shape = order.micro_batches, order.tokens, order.width
-        iterate(torch.randn(shape, generator=generator).bfloat16())
-
-    one()  # what is made once is made now
-    reset_peak_resident_bytes()
-    before, iterations = storage_bytes(), 0
-    send("ready", None)
-    for count in told:
-        start = time.perf_counter()
-        for _ in range(count):
-            one()
-        send("turn", (time.perf_counter() - start) / count)
-        iterations += count
-    moved, peak = moved_since(before), peak_resident_bytes()
-    digest = hashlib.sha256()
-    for _, value in weights():
-        digest.update(value.float().contiguous().numpy().data)
-    send("ended", {"moved": moved, "peak": peak, "iterations": iterations, "digest": digest.hexdigest()})
-    close()
-    dist.destroy_process_group()
-
-
-Trained = tuple[Callable[[Tensor], None], Callable[[], Iterator[tuple[str, Tensor]]], Callable[[], None]]
-"""A trainer takes a step with micro-batches [count, tokens, width], gives the adapters by name, and ends."""
+    shape, generator = (order.micro_batches, order.tokens, order.width), torch.Generator().manual_seed(1)
+    data = ((torch.randn(shape, generator=generator).bfloat16(),) for _ in count())
+    trainer = (_deepspeed if order.contender == "deepspeed" else _ours)(order)
+    ended = train(told, send, trainer, data, HOST, order.package)
+    ended.digests.update({name: digest(value.float()) for name, value in trainer.weights()})
+    trainer.close()
+    send("ended", ended)
 
 
 def _loss(engine: Any, hidden: Tensor) -> Tensor:
@@ -119,7 +98,7 @@ def _loss(engine: Any, hidden: Tensor) -> Tensor:
     return out.float().square().mean()
 
 
-def _ours(order: LoraOrder) -> Trained:
+def _ours(order: LoraOrder) -> Trainer:
     in_place = order.contender == "ours"
     drive = {"device": "nvme", "nvme_path": order.swap, "frozen": "in_place" if in_place else "copy"}
     section = {
@@ -133,20 +112,20 @@ def _ours(order: LoraOrder) -> Trained:
         model = model_of(order)
     engine = initialize(model, section, weights=order.base, blocks=["Adapted"])
 
-    def iterate(batches: Tensor) -> None:
-        engine.accumulate(lambda hidden: _loss(engine, hidden), batches)
+    def iterate(batches: Tensor) -> float:
+        losses = engine.accumulate(lambda hidden: _loss(engine, hidden), batches)
         engine.step()
-        engine.optimizer.synchronize()
+        return float(losses[-1])
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, param in engine.module.named_parameters():
             if param.requires_grad:
                 yield name, get_full_param(param)
 
-    return iterate, weights, engine.close
+    return Trainer(iterate=iterate, weights=weights, settle=engine.optimizer.synchronize, close=engine.close)
 
 
-def _deepspeed(order: LoraOrder) -> Trained:
+def _deepspeed(order: LoraOrder) -> Trainer:
     """Its base begins whole in memory, in bf16, and is swapped out by `initialize`; two blocks may be gathered."""
     with torch.device("meta"):
         model = model_of(order)
@@ -168,47 +147,32 @@ def _deepspeed(order: LoraOrder) -> Trained:
     }
     engine, whole = deepspeed_of(model, section)
 
-    def iterate(batches: Tensor) -> None:
+    def iterate(batches: Tensor) -> float:
         for hidden in batches:
-            engine.backward(_loss(engine, hidden))
+            engine.backward(loss := _loss(engine, hidden))
             engine.step()
+        return float(loss)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(param)) for name, param in engine.module.named_parameters() if param.requires_grad)
 
-    return iterate, weights, engine.destroy
+    return Trainer(iterate=iterate, weights=weights, close=engine.destroy)
 
 
-@dataclass
-class LoraSeen:
-    """One contender was seen so; `quads` are seconds of an iteration: ours, theirs, theirs, ours."""
-
-    contender: Contender
-    base_bytes: int
-    seconds: list[float] = field(default_factory=list)
-    quads: list[Quad] = field(default_factory=list)
-    ended: dict[str, Any] | None = None
-    problem: str | None = None
+class LoraSeen(Seen):
+    """One contender was seen so; its `numel` are the bytes of the base."""
 
     @property
     def shown(self) -> dict[str, str]:
         """Its row, by the heads of the columns."""
         row = dict.fromkeys(("", "iteration", "times ours", "B read", "B written", "peak memory"), "")
         row[""] = self.contender.text
-        if self.ended is None:
+        if (ended := self.ended) is None:
             return row | {"iteration": "cannot" if self.problem else "not yet"}
-        read, written = (count / self.base_bytes / self.ended["iterations"] for count in self.ended["moved"])
-        times = f"{median(1 / quad.ratio for quad in self.quads):.2f}" if self.quads else "1"
-        row |= {"B read": f"{read:.2f}", "B written": f"{written:.2f}", "times ours": times}
-        return row | {"iteration": f"{median(self.seconds):.2f} s", "peak memory": format_bytes(self.ended["peak"])}
-
-    def to_dict(self) -> dict[str, Any]:
-        """In plain types, for JSON."""
-        quads = [quad.rates for quad in self.quads]
-        return {"name": self.contender.name, "base_bytes": self.base_bytes, "seconds": self.seconds, "quads": quads} | {
-            "ended": self.ended,
-            "problem": self.problem,
-        }
+        for head, moved in zip(("B read", "B written"), ended.moved or (), strict=False):
+            row[head] = f"{moved / self.numel / ended.iterations:.2f}"
+        row["times ours"] = "1" if self.times_ours is None else f"{self.times_ours:.2f}"
+        return row | {"iteration": f"{median(self.seconds):.2f} s", "peak memory": format_bytes(ended.peak_bytes)}
 
 
 def lora(
@@ -226,43 +190,28 @@ def lora(
     with TemporaryDirectory(prefix="nvme-offload-lora-", dir=path) as folder:
         base = Path(folder) / "base"
         base.mkdir()
-        sizes = {"layers": layers, "width": width, "rank": rank, "micro_batches": micro_batches, "tokens": tokens}
-        order = LoraOrder(contender="", package=None, threads=num_cpus(), base=str(base), swap="", **sizes)
-        count = write_base(order)
+        sizes: dict[str, Any] = {
+            "layers": layers,
+            "width": width,
+            "rank": rank,
+            "micro_batches": micro_batches,
+            "tokens": tokens,
+        }
+        order = LoraOrder(contender="", package=None, threads=num_cpus(), base=str(base), **sizes)
+        base_bytes = write_base(order)
         peers = [each for each in PEERS if not only or each.name in only]
         said = [
-            f"base of {format_bytes(count)} in bf16, frozen; adapters of rank {rank}; {micro_batches} micro-batches of "
-            f"{tokens} tokens; {quads} rounds of ours, theirs, theirs, ours",
+            f"base of {format_bytes(base_bytes)} in bf16, frozen; adapters of rank {rank}; {micro_batches} "
+            f"micro-batches of {tokens} tokens; {quads} rounds of ours, theirs, theirs, ours",
             "B: bytes per byte of the base and iteration as the kernel counts them; times ours: median over rounds",
         ]
-        seen = _seen(peers, order, Path(folder), count, quads)
+        seen = _seen(peers, order, Path(folder), base_bytes, quads)
         run_experiment("lora", "LoRA beside others", seen, partial(_notes, said), path=path, save_to=save_to)
 
 
 def _notes(said: Sequence[str], all_found: Sequence[LoraSeen]) -> list[str]:
     """Add why some could not train to what is said of all."""
     return [*said, *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem)]
-
-
-class LoraSide(Child):
-    """A contender's process, which takes turns."""
-
-    def __init__(self, found: LoraSeen, order: LoraOrder, folder: Path) -> None:
-        name, python = found.contender.name, found.contender.python()
-        if python is None:
-            raise ChildFailedError(f"{found.contender.package} is not installed")
-        super().__init__(work, folder / f"{name}.log", python=python, environment=tools_of(python))
-        self._found, swap = found, folder / name
-        swap.mkdir(exist_ok=True)
-        self.tell(replace(order, contender=name, package=found.contender.package, swap=str(swap)))
-        self.expect("ready")
-
-    def turn(self) -> float:
-        """Take an iteration; return its seconds."""
-        self.tell(1)
-        seconds = float(self.expect("turn"))
-        self._found.seconds.append(seconds)
-        return seconds
 
 
 def _seen(
@@ -272,11 +221,6 @@ def _seen(
     ours = LoraSeen(OURS, base_bytes)
     for peer in peers:
         found = LoraSeen(peer, base_bytes)
-        try:
-            with LoraSide(found, order, folder) as other, LoraSide(ours, order, folder) as own:
-                found.quads = [Quad.measure(own.turn, other.turn) for _ in range(quads)]
-                ours.ended, found.ended = own.finish("ended"), other.finish("ended")
-        except ChildFailedError as error:
-            found.problem = str(error).splitlines()[0]
+        beside(ours, found, lambda seen, python: Side(seen, python, order, folder, does=work), quads)
         yield ours
         yield found

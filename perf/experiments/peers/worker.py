@@ -117,11 +117,32 @@ def work(told: Iterator[Any], send: Send) -> None:
     before_all = settled_resident_bytes()
     trainer = trainer_of(order, model)
     del model
+    ended = train(told, send, trainer, data, device, order.package)
+    there = peak_reserved_bytes(device)  # before the profiler has memory of its own
+    ended = replace(ended, device_peak_bytes=there, copied=copied_by(device, partial(one_more, trainer, data, device)))
+    if order.demo:
+        ended.digests.update({name: digest(value) for name, value in trainer.weights()})
+        ended = replace(ended, grown_bytes=settled_resident_bytes() - before_all)
+    else:
+        torch.save({name: weight.clone().cpu() for name, weight in trainer.weights()}, order.weights)
+    trainer.close()
+    send("ended", ended)
+
+
+def train(
+    told: Iterator[Any],
+    send: Send,
+    trainer: "Trainer",
+    data: Iterator[tuple[Tensor, ...]],
+    device: torch.device,
+    package: str | None,
+) -> Ended:
+    """Take the turns that are told; return what was seen until nothing more is told."""
     one_more(trainer, data, device)  # what is made once is made now
     reset_peak_resident_bytes()
     reset_peak_reserved_bytes(device)
     before, iterations = storage_bytes(), 0
-    send("ready", order.package and version_of(order.package))
+    send("ready", package and version_of(package))
     for count in told:
         seconds, losses, figures = [], [], []
         trainer.begin()
@@ -136,16 +157,7 @@ def work(told: Iterator[Any], send: Send) -> None:
         seconds[-1] += time.perf_counter() - start
         iterations += count
         send("turn", (seconds, losses, figures))
-    ended = Ended(iterations, peak_resident_bytes(), moved_since(before), **trainer.sum_up())
-    there = peak_reserved_bytes(device)  # before the profiler has memory of its own
-    ended = replace(ended, device_peak_bytes=there, copied=copied_by(device, partial(one_more, trainer, data, device)))
-    if order.demo:
-        ended.digests.update({name: _digest(value) for name, value in trainer.weights()})
-        ended = replace(ended, grown_bytes=settled_resident_bytes() - before_all)
-    else:
-        torch.save({name: weight.clone().cpu() for name, weight in trainer.weights()}, order.weights)
-    trainer.close()
-    send("ended", ended)
+    return Ended(iterations, peak_resident_bytes(), moved_since(before), **trainer.sum_up())
 
 
 def settle(trainer: "Trainer", device: torch.device) -> None:
@@ -155,13 +167,14 @@ def settle(trainer: "Trainer", device: torch.device) -> None:
         wait_for_all(device)
 
 
-def one_more(trainer: "Trainer", data: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> None:
+def one_more(trainer: "Trainer", data: Iterator[tuple[Tensor, ...]], device: torch.device) -> None:
     """Do an iteration, and all that runs on behind it."""
     trainer.iterate(*next(data))
     settle(trainer, device)
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of the bytes of a tensor on the CPU."""
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
@@ -177,7 +190,7 @@ def model_of(size: str, *, in_fp32: bool = False) -> ByteGPT:
 class Trainer:
     """A model in training."""
 
-    iterate: Callable[[Tensor, Tensor], float]  # does one whole iteration with inputs and targets; returns the loss
+    iterate: Callable[..., float]  # does one whole iteration with a batch, as inputs and targets; returns the loss
     weights: Callable[[], Iterator[tuple[str, Tensor]]]  # gives names and fp32 master weights, one after the other
     begin: Callable[[], None] = lambda: None  # begins a turn
     look: Callable[[], dict[str, Any]] = dict  # gives figures of the latest iteration

@@ -15,7 +15,7 @@ from nvme_offload.perf.experiments.peers.worker import Order, model_of, work
 from nvme_offload.perf.measure.on_device import copied_bytes
 from nvme_offload.perf.plan.machine import Drives, Machine
 from scripts import card
-from tests.perf.experiments.running import results, said
+from tests.perf.experiments.running import found, said
 from tests.support.late_device.module import late_device
 
 SIZE = "1x64"
@@ -97,9 +97,10 @@ def test_the_readme_has_the_latest_result_and_its_picture(readme):
 @pytest.mark.slow
 def test_adapters_over_a_base_in_place_are_those_over_a_copy_and_a_block_is_read_twice(tmp_path):
     small = ("--path", tmp_path, "--layers", 6, "--width", 256, "--quads", 1, "--with", "copied")
-    in_place, copied = results("lora", *small).values()
-    assert in_place["ended"]["digest"] == copied["ended"]["digest"]
-    read, written = (count / in_place["base_bytes"] / 2 for count in in_place["ended"]["moved"])
+    in_place, copied = found("lora", *small)["results"]
+    assert in_place["ended"]["digests"] == copied["ended"]["digests"]
+    assert len(in_place["ended"]["digests"]) == 2 * 6
+    read, written = (count / in_place["numel"] / 2 for count in in_place["ended"]["moved"])
     assert read < 2.1, "twice a step, however many micro-batches; what a buffer still holds is not read"
     assert written < 0.2, "a few adapters alone"
     assert copied["ended"]["moved"][0] > 3 * in_place["ended"]["moved"][0]
