@@ -127,7 +127,7 @@ def test_a_ctrl_c_anywhere_in_park_and_wake_loses_nothing(stride, tmp_path):
         assert_as_in_memory(params, optimizer, number)
 
 
-def test_a_full_disk_stops_park_and_loses_nothing(tmp_path):
+def test_a_full_disk_stops_park_but_not_wake_and_loses_nothing(tmp_path):
     with faulty_drive(FaultSpec(seed=3, enospc=0.4)):
         params, optimizer = made(plain_section(tmp_path, sub_group_size=65536))
     with optimizer:
@@ -135,12 +135,15 @@ def test_a_full_disk_stops_park_and_loses_nothing(tmp_path):
         for step in range(8):
             set_grads(params, step)
             take_step(optimizer)
-            for _ in range(20):
+            for attempt in range(20):
                 try:
                     optimizer.park()
                     break
                 except OSError:
                     refused += 1
+                finally:
+                    if attempt % 2 == step % 2:
+                        optimizer.wake()  # what is in memory alone stays there
         assert refused > 0
         assert_as_in_memory(params, optimizer, 8)
 
