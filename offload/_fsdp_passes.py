@@ -3,7 +3,7 @@
 The tests of the engine compare what comes of them with the plain passes, bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,6 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
+
+_lending: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Whether a group is gathered for a block that takes turns now: of a graph with its parameters nothing stays then."""
 
 _asking: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., list[int]], dict[int, int]]] = WeakKeyDictionary()
 """It asks the ranks of a model, and says which number each of its groups has; see `reduce_alike`."""
@@ -90,6 +93,13 @@ def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
     return earlier.add_(latest)
 
 
+def _gathered_at_once(block: torch.nn.Module) -> list[Any]:
+    """Return the one group of a block that is freed behind its every use; none where the block gathers in parts."""
+    groups = {id(group): group for module in block.modules() for group in fsdp_param_groups(module)}
+    freed = [one for one in groups.values() if one._reshard_after_forward and one.reshard_after_backward]
+    return freed if len(freed) == len(groups) == 1 else []
+
+
 class TakingTurns:
     """Let the passes of several micro-batches go through `blocks` of one FSDP2 model by turns.
 
@@ -107,6 +117,7 @@ class TakingTurns:
         self.units: list[Any] = [module for module in parts if module not in others]
         """Modules that gather by themselves and are neither the root nor in a block."""
         self._root: Any = root
+        self._at_once = [group for block in blocks for group in _gathered_at_once(block)]
         self._is_under_way = False
         alone: tuple[Any, dict[int, int]] = (None, {})
         self._ask, self._numbers = _asking.get(root, alone)
@@ -133,20 +144,27 @@ class TakingTurns:
     def _context(self) -> Any:
         return self._root._get_fsdp_state()._state_ctx
 
+    def _lend(self, lends: bool) -> None:
+        for group in self._at_once:
+            _lending[group] = lends
+
     def begin(self) -> None:
         """Free and reduce nothing by itself from here on."""
         self._is_under_way = True
+        self._lend(True)
         self._context.post_backward_final_callback_queued = True
         self._context.manual_backward_finalization_active = False
 
     def end(self) -> None:
         """End all passes: do what FSDP2 does after the last backward of a step."""
         self._is_under_way = False
+        self._lend(False)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def stop(self) -> None:
         """Leave FSDP2 to itself again, wherever an exception came; ``reset_iter_state`` does the rest. Idempotent."""
         self._is_under_way = False
+        self._lend(False)
         self._context.post_backward_final_callback_queued = False
         self._context.manual_backward_finalization_active = None
 
@@ -315,30 +333,47 @@ def compute_on_shards(module: torch.nn.Module) -> None:
             group.unshard = alone.unshard
             group.wait_for_unshard = alone.wait_for_unshard
             group.post_backward = alone.post_backward
+            group._to_sharded = alone.to_sharded
+
+
+class Offered(NamedTuple):
+    """What a lone rank gathers is there for longer than it takes to copy it, or not."""
+
+    stays: bool = False
+    """Whether it is valid for good, and changes with the parameter."""
+    lend: Callable[[Callable[[], object]], tuple[torch.Tensor, Callable[[bool], None]] | None] | None = None
+    """It lends the memory; see `Loans.lend`."""
 
 
 class _Lent(NamedTuple):
     """A group of one rank computes with this next, in the place of an ``AllGatherResult``, which FSDP2 waits for."""
 
-    shards: list[tuple[torch.Tensor, bool]]
-    """The memory of each shard, or of its copy on a device, and whether it stays where it is."""
+    shards: dict[Any, tuple[torch.Tensor, Offered]]
+    """The memory of each shard, or of its copy on a device, by FSDP2's record of it."""
     all_gather_event: Any
     """Behind what brings it to a device."""
     all_gather_work: None = None
 
 
 class _GroupOfOne:
-    """These take the place of three methods of an ``FSDPParamGroup`` of one rank.
+    """These take the place of four methods of an ``FSDPParamGroup`` of one rank.
 
     On a device, what is not there sets out on FSDP2's copy-in stream as soon as it is known to be needed
     (``FSDPCommContext.get_all_gather_streams``, ``FSDPParamGroup._all_gather_result``): before the device has come to
     where it is needed, and in backward one group ahead. Its memory belongs to that stream, which takes it back when the
     computing stream has copied it out of there.
+
+    On the CPU a block that takes turns computes with what is lent of frozen parameters, until FSDP2 frees them
+    (``FSDPParamGroup._to_sharded``): no second copy of a large base is made. What is trained is copied.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._end_backward = group.post_backward
+        self._free = group._to_sharded
+        self._borrowed: list[tuple[Any, torch.Tensor, int, Callable[[bool], None]]] = []
+        """Records of frozen parameters that lie in memory that was lent, where they lie else, with no bytes now, the
+        version of each, and how to give it back."""
 
     def unshard(self, async_op: bool = False) -> None:
         group = self._group
@@ -346,8 +381,7 @@ class _GroupOfOne:
             return  # on the CPU there is nothing to send
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
-            # All are asked before the first is answered: what is lent is held until then.
-            shards = [_lent(record) for record in group.fsdp_params]
+            shards = self._ask()
         group._all_gather_result = _Lent(shards, stream.record_event())
 
     def wait_for_unshard(self) -> None:
@@ -355,7 +389,7 @@ class _GroupOfOne:
         if group.is_unsharded:
             return
         if group.device.type == "cpu":
-            self._unshard_from([_lent(record) for record in group.fsdp_params])
+            self._unshard_from(self._ask())
             return
         self.unshard()
         group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
@@ -365,12 +399,52 @@ class _GroupOfOne:
         for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
             stream.wait_event(computing)  # what is sent next may get the memory of what was sent
 
-    def _unshard_from(self, lent: Sequence[tuple[torch.Tensor, bool]]) -> None:
-        records = self._group.fsdp_params
-        shards = [_shard_or_copy(record, *shard) for record, shard in zip(records, lent, strict=True)]
-        for record, shard in zip(records, shards, strict=True):
-            _unshard_alone(record, shard)
+    def _ask(self) -> dict[Any, tuple[torch.Tensor, Offered]]:
+        """Ask for all before the first is answered: it is held until then. What is frozen may be large: it is first."""
+        records = sorted(self._group.fsdp_params, key=lambda record: record.sharded_param.requires_grad)
+        return {record: _asked(record) for record in records}
+
+    def _unshard_from(self, asked: Mapping[Any, tuple[torch.Tensor, Offered]]) -> None:
+        self._give_back()
+        shards, lent = {}, {}
+        for record in asked:
+            shard, (stays, lend) = asked[record]
+            borrows = _lending.get(self._group) and not record.sharded_param.requires_grad
+            lent[record] = lend(self._copy_borrowed) if lend and borrows else None
+            shards[record] = _shard_or_copy(record, shard, stays, copies=lent[record] is None)
+        for record in asked:
+            _unshard_alone(record, shards[record])
+            if (loan := lent[record]) is not None:
+                self._borrow(record, *loan)
         self._group._to_unsharded()
+
+    @torch.no_grad()
+    def _borrow(self, record: Any, memory: torch.Tensor, end: Callable[[bool], None]) -> None:
+        record.free_unsharded_param()
+        param = record._unsharded_param
+        self._borrowed.append((record, param.data, param._version, end))
+        param.data = memory.view(param.dtype).as_strided(param.shape, param.stride())
+
+    @torch.no_grad()
+    def _copy_borrowed(self) -> None:
+        """Compute with copies from here on: the memory is needed. Nothing computes at this moment."""
+        for record, before, _, _ in self._borrowed:
+            record.alloc_all_gather_outputs()
+            record._unsharded_param.data = before.copy_(record._unsharded_param.data)
+        self._borrowed = []
+
+    def to_sharded(self) -> None:
+        self._free()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        borrowed, changed = self._borrowed, False
+        for record, before, version, _ in borrowed:
+            changed |= record._unsharded_param._version != version
+            record._unsharded_param.data = before
+        self._borrowed = []
+        for *_, end in borrowed[:1]:  # for all
+            end(changed)
 
     def post_backward(self, *unused: Any) -> None:
         group = self._group
@@ -383,17 +457,18 @@ class _GroupOfOne:
 
 
 @torch.no_grad()
-def _lent(fsdp_param: Any) -> tuple[torch.Tensor, bool]:
-    """Return what a lone rank gathers, and if it stays, as ``ExtensionsData.all_gather_metadata`` of ours says."""
+def _asked(fsdp_param: Any) -> tuple[torch.Tensor, Offered]:
+    """Return what a lone rank gathers, and ``ExtensionsData.all_gather_metadata`` of ours."""
     if hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather"):
         [shard] = fsdp_param.all_gather_inputs
-        return shard, bool(fsdp_param._extensions_data.all_gather_metadata)
-    return fsdp_param._sharded_param_data, fsdp_param.param_dtype is None
+        offered = fsdp_param._extensions_data.all_gather_metadata
+        return shard, offered if isinstance(offered, Offered) else Offered(bool(offered))
+    return fsdp_param._sharded_param_data, Offered(fsdp_param.param_dtype is None)
 
 
 @torch.no_grad()
-def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool) -> torch.Tensor | None:
-    """The memory of a shard that its rank can compute with; None where it got a copy of it.
+def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool, *, copies: bool) -> torch.Tensor | None:
+    """The memory of a shard that its rank can compute with; None where it got a copy of it, or a place without one.
 
     What stands in ``FSDPParam.all_gather_outputs`` FSDP2 frees when it reshards: never the memory of a shard.
     """
@@ -404,10 +479,12 @@ def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool) -> torch.T
         fsdp_param.all_gather_outputs = []
     if stays:
         return shard
-    if not fsdp_param.all_gather_outputs:
+    if not fsdp_param.all_gather_outputs or gathered is None:
         has_cast = hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather")
         dtype = shard.dtype if has_cast else fsdp_param.param_dtype or shard.dtype
         fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]
+    if not copies:
+        return None
     fsdp_param.alloc_all_gather_outputs()
     [copy] = fsdp_param.all_gather_outputs
     with torch.autograd._unsafe_preserve_version_counter(copy):  # type: ignore[attr-defined]

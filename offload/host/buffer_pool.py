@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,12 @@ class StagingBuffer:
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """Return a 1D tensor [numel] of `dtype` over the buffer's bytes from `byte_offset`."""
         return self._region.view(dtype, self._byte_offset + byte_offset, numel)
+
+    def lend(
+        self, byte_offset: int, size_bytes: int, on_return: Callable[[weakref.ref[memoryview]], object]
+    ) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
+        """Return a 1D uint8 tensor over some bytes, as `HostRegion.lend` does."""
+        return self._region.lend(torch.uint8, size_bytes, on_return, self._byte_offset + byte_offset)
 
     def release(self) -> None:
         """Give the buffer back. No request may be using it any more."""

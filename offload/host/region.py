@@ -77,13 +77,18 @@ class HostRegion:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start + byte_offset)
 
     def lend(
-        self, dtype: torch.dtype, numel: int, on_return: Callable[[weakref.ref[memoryview]], object] | None = None
+        self,
+        dtype: torch.dtype,
+        numel: int,
+        on_return: Callable[[weakref.ref[memoryview]], object] | None = None,
+        byte_offset: int = 0,
     ) -> tuple[torch.Tensor, weakref.ref[memoryview]]:
-        """Return a 1D tensor over the first bytes, and what is dead when it and all views of it are gone.
+        """Return a 1D tensor over the bytes from `byte_offset`, and what is dead when it and all views of it are gone.
 
         `on_return` is called with it then, in whatever thread lets the last one go.
         """
-        lent = memoryview(self._map)[self._start : self._start + max(numel, 1) * dtype.itemsize]
+        start = self._start + byte_offset
+        lent = memoryview(self._map)[start : start + max(numel, 1) * dtype.itemsize]
         return torch.frombuffer(lent, dtype=dtype)[:numel], weakref.ref(lent, on_return)
 
     def discard(self) -> None:

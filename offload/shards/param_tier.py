@@ -6,6 +6,7 @@ A group of trained and frozen parameters is two blocks. It copies none of them b
 blocks of a group are one gather: between the first question and the last answer they are held in their staging buffers.
 On the CPU the copying of a group is over when another one is asked for; so where an answer comes late or never, because
 a group was gathered ahead, its holds are given up when a buffer is wanted. What is gathered ahead needs no buffers.
+A rank alone copies no frozen block that takes turns: the buffer is lent to it (`loans`).
 
 Where a device computes, the first question copies the block there, all of it at once and behind the host's back, and
 what FSDP2 gets are views of that copy. The block is then held until the copy is over, whatever FSDP2 says. Blocks may
@@ -28,6 +29,7 @@ from ..storage.foreign_file import FileExtent
 from ..storage.tier import Memory, Tier
 from ..units import round_up
 from .departures import Departure, Departures
+from .loans import Loan, Loans
 from .stored import Padded, StoredShard, TieredShard, UnbornShard
 
 KIND = "parameters"
@@ -77,6 +79,7 @@ class ParamTier:
         self._kept: _Gather | None = None
         """Its blocks stay in their buffers until others are gathered: somebody will change them there."""
         self._departures: Departures | None = None
+        self.loans = Loans(self.cache)
         self._shards: dict[Block, list[TieredShard]] = {}
         self._together: dict[Block, object] = {}
         self._closed = False
@@ -262,7 +265,7 @@ class ParamTier:
         """
         departures = self._departures
         for block in self.cache.residents:
-            lost = {by for by in block.holders if isinstance(by, _Gather | Departure) and not self._knows(by)}
+            lost = {by for by in block.holders if isinstance(by, _Gather | Departure | Loan) and not self._knows(by)}
             block.holders.difference_update(lost)
         if departures is not None:
             departures.free_one()
@@ -270,6 +273,7 @@ class ParamTier:
             self._let_go(gather)
             if any(block.evictable and not block.holds for block in gather.blocks):
                 return
+        self.loans.call_in()
         self._keep(None)
 
     def _is_copied(self, gather: _Gather) -> bool:
@@ -280,7 +284,9 @@ class ParamTier:
         blocks = (block for block in self._shards if self._together[block] is gather.together)
         return gather is not self._latest or all(gather.asked.issuperset(self._shards[block]) for block in blocks)
 
-    def _knows(self, by: _Gather | Departure) -> bool:
+    def _knows(self, by: _Gather | Departure | Loan) -> bool:
+        if isinstance(by, Loan):
+            return by.is_out
         if isinstance(by, _Gather):
             return by in self._gathers
         return self._departures is not None and self._departures.knows(by)

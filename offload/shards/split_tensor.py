@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._fsdp_passes import Offered
 from .._torch_private import is_view, make_wrapper, recorded, tree_flatten, tree_unflatten, written_tensors
 from .stand_in import MemorylessTensor
 
@@ -21,8 +22,8 @@ class Parts(Protocol):
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """Return what is gathered, in the padded shape that FSDP2 gathers and in `dtype`; valid until `end_gather`."""
 
-    def stays(self, dtype: torch.dtype) -> bool:
-        """Whether what is gathered in `dtype` stays valid after `end_gather`, and changes with the parameter."""
+    def offered(self, gathered: torch.Tensor) -> Offered:
+        """Return for how long what `gathered` gave is there."""
 
     def end_gather(self) -> None:
         """Let what is gathered go: FSDP2 has copied it."""
@@ -141,10 +142,10 @@ class SplitTensor(MemorylessTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return what FSDP2 gathers: what is stored, padded, in the policy's dtype; and for a lone rank if it stays."""
-        dtype = mp_policy.param_dtype or self.dtype
+        """Return what FSDP2 gathers: what is stored, padded, in the policy's dtype; and for how long it is there."""
         with recorded("nvme_offload: gather"):
-            return (self.parts.gathered(dtype),), self.parts.stays(dtype)
+            gathered = self.parts.gathered(mp_policy.param_dtype or self.dtype)
+            return (gathered,), self.parts.offered(gathered)
 
     def fsdp_post_all_gather(
         self,

@@ -11,6 +11,7 @@ import torch
 from ..devices.device import HOST, is_host
 from ..errors import StateError
 from ..staging.block_cache import Block, View
+from .loans import Lent, Loans
 from .stand_in import StandIn
 
 
@@ -106,6 +107,8 @@ class UnbornShard:
 class ShardTier(Protocol):
     """A `ParamTier` is this to the shards in its blocks."""
 
+    loans: Loans
+
     def begin_gather(self, shard: TieredShard) -> None:
         """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already."""
 
@@ -148,6 +151,11 @@ class TieredShard:
     def end_gather(self) -> None:
         """Let the block go: FSDP2 has copied it."""
         self._tier.end_gather(self)
+
+    def lend(self, withdraw: Callable[[], object]) -> Lent | None:
+        """Lend the bytes of what `gather` gave, for longer than until `end_gather`; see `Loans.lend`."""
+        size_bytes = self.form.numel * self.form.dtype.itemsize
+        return self._tier.loans.lend(self.block, self._byte_offset, size_bytes, withdraw)
 
     def held(
         self, *, change: bool, view: Callable[[], torch.Tensor] | None = None

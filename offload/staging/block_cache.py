@@ -123,6 +123,8 @@ class BlockCache(Mover[Block]):
         self.stats = CacheStats()
         self.blocks: list[Block] = []
         self.most_buffers = most_buffers
+        self.has_spare = False
+        """Whether one buffer more is used, as somebody keeps one."""
         self._staying: list[Block] = []
         self._is_needed = is_needed
         self._on_pressure = on_pressure
@@ -337,6 +339,8 @@ class BlockCache(Mover[Block]):
             elif not written_again:
                 written_again = True
                 self.start_writes()
+            elif self.has_spare and self.lease_spare(block):
+                return
             else:
                 raise StateError(
                     block.name,

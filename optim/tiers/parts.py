@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nvme_offload.offload._fsdp_passes import Offered
 from nvme_offload.offload._torch_private import (
     fsdp_groups,
     fsdp_params,
@@ -32,7 +33,7 @@ from nvme_offload.offload._torch_private import (
 from nvme_offload.offload.devices.device import HOST, KINDS, is_device, is_host
 from nvme_offload.offload.errors import StateError
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard
+from nvme_offload.offload.shards.stored import Padded, ResidentShard, StoredShard, TieredShard
 from ..kernels import KernelPool
 from ..layout.flat import check_is_no_wrapper
 from ..layout.master import FORM_OF_DTYPE, MASTER_DTYPE, TILE_NUMEL
@@ -144,9 +145,14 @@ class ShardParts(ABC):
         """Return what FSDP2 gathers, padded and, under autocast, rounded. Every gather comes here."""
         return self.stored.gather().to(dtype)
 
-    def stays(self, dtype: torch.dtype) -> bool:
-        """Return whether what is gathered in `dtype` stays valid after `end_gather`: it is what memory stores."""
-        return isinstance(self.stored, ResidentShard) and self.stored.form.dtype is dtype
+    def offered(self, gathered: torch.Tensor) -> Offered:
+        """Return for how long what was gathered is there, if no cast has made a copy of it."""
+        stored, address = self.stored, gathered.data_ptr()
+        if isinstance(stored, ResidentShard):
+            return Offered(stays=stored.values.data_ptr() == address)
+        if isinstance(stored, TieredShard) and is_host(stored.device) and stored.view().data_ptr() == address:
+            return Offered(lend=stored.lend)
+        return Offered()
 
     def end_gather(self) -> None:
         """Let what was gathered go: FSDP2 has copied it."""
@@ -245,10 +251,6 @@ class OnePart(ShardParts):
             return super().gathered(dtype)
         kept = self.stored.gather()
         return kept.view(torch.uint8) if kept.itemsize == 1 else kept
-
-    def stays(self, dtype: torch.dtype) -> bool:
-        """Return whether what is gathered stays valid after `end_gather`: it is in memory, and not cast."""
-        return super().stays(dtype if self.stored.form.dtype in FORM_OF_DTYPE else self.stored.form.dtype)
 
     def read(self) -> torch.Tensor:
         """Return a copy of the shard, in its own dtype."""

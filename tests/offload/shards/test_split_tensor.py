@@ -10,6 +10,7 @@ from accelerate.utils.modeling import find_tied_parameters
 from safetensors.torch import save
 
 from nvme_offload import StateError
+from nvme_offload.offload._fsdp_passes import Offered
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
 
@@ -26,8 +27,8 @@ class PlainParts:
     def gathered(self, dtype):
         return self.stored.to(dtype)
 
-    def stays(self, dtype):
-        return True
+    def offered(self, gathered):
+        return Offered(stays=True)
 
     def end_gather(self):
         pass

@@ -1,9 +1,12 @@
 """Frozen parameters that are read where others wrote them: the bits of a run in memory, and nothing is copied."""
 
+import errno
 import hashlib
+import math
 import os
+import subprocess
 import warnings
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -13,7 +16,11 @@ from torch import nn
 from transformers.quantizers import AutoHfQuantizer
 
 from nvme_offload import ConfigError, ResumeError, WeightFileError, WeightsError, get_full_param, initialize
+from nvme_offload.aio_native.faults import FaultSpec
+from nvme_offload.aio_native.injection import FaultInjector
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from tests.support.ranks import on_ranks
+from tests.support.sandbox import needs_mounts, run_python
 from tests.support.sharded_model import SHARDS_CODES
 from tests.support.tiers import section
 
@@ -47,8 +54,8 @@ class Adapted(nn.Module):
         """Nothing: its values are in files."""
 
     def forward(self, hidden):
-        for param in (self.codes, self.bias):
-            assert param.data_ptr() % 64 == 0, param.data_ptr() % 64
+        for name, param in self.named_parameters(recurse=False):
+            assert param.data_ptr() % 64 == 0, (name, param.data_ptr() % 64)
         codes = self.codes.contiguous().view(torch.uint8)
         seen = codes.sum(dim=1)[:3].to(hidden.dtype) / 8192
         return hidden + seen + self.bias.to(hidden.dtype) + hidden @ self.down @ self.up
@@ -198,6 +205,179 @@ def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path, said):
                 train(engine, 1)
         else:
             assert_same_bytes(values(engine), expected)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_base_that_cannot_be_read_is_one_error_that_names_it_and_the_step_is_done_again(
+    alone, tmp_path, monkeypatch, first
+):
+    """Its sectors are unreadable in the middle of a run, and then the drive is well again."""
+    folder, config = forward_of_a_base(tmp_path, buffer_count=2)
+    small, overwrite, left = partial(build, KINDS[:2], rows=2000), FaultInjector._overwrite, [math.inf]
+    with born(folder, config, small) as engine:
+        expected = [train(engine, step) for step in range(2)], values(engine)
+
+    def failing(injector, request, result):
+        left[0] -= request.fd in fds
+        return -errno.EIO if left[0] <= 0 and request.fd in fds else overwrite(injector, request, result)
+
+    ways = {"__init__": partialmethod(NvmeTier.__init__, faults=FaultSpec(seed=1))}
+    monkeypatch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", type("Faulty", (NvmeTier,), ways))
+    monkeypatch.setattr(FaultInjector, "_overwrite", failing)
+    fds = []
+    with born(folder, config | {"aio": {"engine": "pyuring"}}, small) as engine:
+        extents = [block.extent for block in engine.optimizer.store.blocks.params.cache.blocks]
+        fds += [file.fd for extent in extents if extent.is_of_others for file in extent.files]
+        losses = [train(engine, 0)]
+        left[0] = first
+        with pytest.raises(WeightFileError, match=r"model.safetensors.* at offset \d+ .* cannot be read") as found:
+            train(engine, 1)
+        assert found.value.errno == errno.EIO
+        left[0] = math.inf
+        losses.append(train(engine, 1))
+        assert losses == expected[0]
+        assert_same_bytes(values(engine), expected[1])
+
+
+def on_a_read_only_mount(place):
+    """In a child with mounts of its own: nobody can write to the base, and a run has the bits of one before."""
+    folder, config = forward_of_a_base(place)
+    ends = []
+    for is_read_only in (False, True):
+        if is_read_only:
+            for options in (["--bind", place / "base", place / "base"], ["-o", "remount,ro,bind", place / "base"]):
+                subprocess.run(["mount", *map(str, options)], check=True)
+            with pytest.raises(OSError, match="Read-only"):
+                (folder / "more").touch()
+        with born(folder, config, partial(build, KINDS[:2], rows=2000)) as engine:
+            ends.append(([train(engine, step) for step in range(2)], values(engine)))
+            assert files_of(engine) == ["model.safetensors"]
+    assert ends[0][0] == ends[1][0]
+    assert_same_bytes(ends[0][1], ends[1][1])
+
+
+@needs_mounts
+def test_a_base_on_a_read_only_mount_is_read_in_place(tmp_path):
+    (tmp_path / "own").mkdir()
+    code = "import sys, pathlib\nfrom tests.optim.birth import test_bases\nif __name__ == '__main__':\n"
+    code += "    test_bases.on_a_read_only_mount(pathlib.Path(sys.argv[1]))\n"
+    child = run_python(code, tmp_path, mounts={tmp_path / "own": "tmpfs"})
+    assert child.returncode == 0, child.stderr
+
+
+KEPT = []
+
+
+class Meddling(Adapted):
+    """Does something with its frozen codes each time that it is computed; see `MEDDLES`."""
+
+    def forward(self, hidden):
+        result = super().forward(hidden)
+        SEEN.append(self.codes.data_ptr())
+        MEDDLES[HOW[0]](self.codes)
+        return result
+
+
+def keep_in_a_cycle(codes):
+    cycle = [codes[:1]]
+    cycle.append(cycle)
+
+
+@torch.no_grad()
+def write(codes):
+    codes.view(torch.uint8).zero_()
+
+
+MEDDLES = {
+    "does nothing": id,
+    "keeps a view": lambda codes: KEPT.append(codes[:1]),
+    "keeps a view in a cycle": keep_in_a_cycle,
+    "writes": write,
+    "calls a block in between": id,
+}
+HOW, SEEN = ["does nothing"], []
+
+
+class Between(nn.Sequential):
+    """Calls one of its blocks between others, without gradients."""
+
+    def forward(self, hidden):
+        for block in self:
+            hidden = block(hidden)
+            if HOW[0] == "calls a block in between":
+                with torch.no_grad():
+                    self[0](hidden)
+        return hidden
+
+
+def meddling():
+    torch.manual_seed(0)
+    return Between(*(Meddling(dtype, rows=2000) for dtype in KINDS[:5:2]))
+
+
+@pytest.mark.parametrize("how", MEDDLES)
+def test_a_frozen_block_is_computed_with_where_it_was_read(alone, tmp_path, monkeypatch, how):
+    """Whoever keeps a view of it has its bytes; what is written there is gone behind the block, as with any gather."""
+    monkeypatch.setitem(globals(), "HOW", [how])
+    for noted in ("SEEN", "KEPT"):
+        monkeypatch.setitem(globals(), noted, [])
+    folder = publish(tmp_path / "base", meddling())
+    config = section(tmp_path, **TIERS, buffer_count=2)
+    with warnings.catch_warnings(record=True) as caught, born_meddling(folder, config) as engine:
+        warnings.simplefilter("always")
+        losses = [train(engine, step) for step in range(3)]
+        pool = engine.optimizer.store.blocks.params.cache.pool
+        in_buffers = [any(start <= at < start + size for start, size in pool.regions) for at in SEEN]
+        found = values(engine)
+    said = [one for one in caught if "keeps views of parameters of 0 (frozen)" in str(one.message)]
+    assert len(said) == (how == "keeps a view")
+    assert any(in_buffers)
+    assert all(in_buffers) is (how not in ("keeps a view", "calls a block in between"))
+    for view in KEPT[:2]:  # of both micro-batches
+        assert torch.equal(view.view(torch.uint8), found["0.codes"][:1].view(torch.uint8))
+    HOW[0] = "does nothing"
+    with born_meddling(folder, section(tmp_path)) as engine:
+        if how == "writes":
+            found = {name: value for name, value in found.items() if "codes" in name}
+            assert_same_bytes(found, {name: value for name, value in values(engine).items() if name in found})
+            return
+        assert [train(engine, step) for step in range(3)] == losses
+        assert_same_bytes(found, values(engine))
+
+
+def born_meddling(folder, config):
+    with torch.device("meta"):
+        model = meddling()
+    return initialize(model, config, weights=folder, blocks=["Meddling"])
+
+
+ROWS_OF_A_FORWARD = (1, 2, 3, 8)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32"), (2, "bfloat16")])
+@on_ranks("ranks")
+def test_forwards_of_few_rows_have_the_bits_of_a_model_in_memory(rank, world_size, tmp_path, dtype):
+    """Matrices lie at odd places of the file, where torch would compute other bits."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, dtype)
+    plain = nn.Sequential(nn.Linear(67, 33), nn.Linear(33, 67, bias=False), nn.Linear(67, 5)).to(dtype)
+    plain[:2].requires_grad_(False)
+    if rank == 0:
+        (tmp_path / "base").mkdir()
+        save_file(plain.state_dict(), tmp_path / "base" / "a.safetensors")
+    torch.distributed.barrier()
+    inputs = [torch.randn(rows, 67).to(dtype) for rows in ROWS_OF_A_FORWARD]
+    for tiers in ({}, TIERS, TIERS | {"frozen": "copy"}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(67, 33), nn.Linear(33, 67, bias=False), nn.Linear(67, 5)).to(dtype)
+        model[:2].requires_grad_(False)
+        config = section(tmp_path, **tiers) | {"bf16": {"enabled": dtype is torch.bfloat16}}
+        with initialize(model, config, weights=tmp_path / "base", blocks=["Linear"]) as engine:
+            assert files_of(engine) == (["a.safetensors"] if tiers == TIERS else [])
+            for hidden in inputs:
+                for no_grad in (True, False):
+                    with torch.set_grad_enabled(not no_grad):
+                        assert torch.equal(engine(hidden), plain(hidden)), (len(hidden), tiers)
 
 
 @pytest.mark.parametrize("durable", [False, True])
