@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ._torch_private import fsdp_param_groups, fsdp_params, local_tensor, sharded_like
+from ._torch_private import Offered, fsdp_param_groups, fsdp_params, local_tensor, sharded_like
 
 _lending: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a group is gathered for a block that takes turns now: of a graph with its parameters nothing stays then."""
@@ -334,15 +334,6 @@ def compute_on_shards(module: torch.nn.Module) -> None:
             group.wait_for_unshard = alone.wait_for_unshard
             group.post_backward = alone.post_backward
             group._to_sharded = alone.to_sharded
-
-
-class Offered(NamedTuple):
-    """What a lone rank gathers is there for longer than it takes to copy it, or not."""
-
-    stays: bool = False
-    """Whether it is valid for good, and changes with the parameter."""
-    lend: Callable[[Callable[[], object]], tuple[torch.Tensor, Callable[[bool], None]] | None] | None = None
-    """It lends the memory; see `Loans.lend`."""
 
 
 class _Lent(NamedTuple):

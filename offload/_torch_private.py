@@ -194,6 +194,19 @@ def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
     return list(groups)
 
 
+Lent = tuple[torch.Tensor, Callable[[bool], None]]
+"""Bytes, uint8 [n], and what is told when they are let go whether they were changed."""
+
+
+class Offered(NamedTuple):
+    """Our shards say so how long there is what a lone rank gathers, as ``ExtensionsData.all_gather_metadata``."""
+
+    stays: bool = False
+    """Whether it is valid for good, and changes with the parameter."""
+    lend: Callable[[Callable[[], object]], Lent | None] | None = None
+    """It lends the memory; see `Loans.lend`."""
+
+
 def fsdp_params(module: torch.nn.Module) -> list[Any]:
     """Return the records of all `fsdp_groups` of a module."""
     return [param for group in fsdp_groups(module) for param in group]

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .._torch_private import Lent
 from ..staging.block_cache import Block, BlockCache
 from ..warn import Once
-
-Lent = tuple[torch.Tensor, Callable[[bool], None]]
-"""Bytes, uint8 [n], and what is told when they are let go whether they were changed."""
 
 
 @dataclass(eq=False)
@@ -19,16 +17,19 @@ class Loan:
 
     block: Block
     withdraw: Callable[[], object]
-    memory: Callable[[], object] = lambda: None
-    """It gives None when all views are gone."""
+
+    def bytes_from(self, byte_offset: int, size_bytes: int) -> torch.Tensor:
+        """Return the bytes, uint8 [size_bytes], and hold the block until they are gone."""
+        lent, self._memory = self.block.held_buffer.lend(byte_offset, size_bytes, self._end)
+        self.block.holders.add(self)
+        return lent
 
     @property
     def is_out(self) -> bool:
         """Whether somebody has a view."""
-        return self.memory() is not None
+        return self._memory() is not None
 
-    def end(self, _: object) -> None:
-        """Hold the block no more."""
+    def _end(self, _: object) -> None:
         self.block.holders.discard(self)
 
 
@@ -55,9 +56,8 @@ class Loans:
             )
             return None
         loan = Loan(block, withdraw)
-        lent, loan.memory = block.held_buffer.lend(byte_offset, size_bytes, loan.end)
+        lent = loan.bytes_from(byte_offset, size_bytes)
         self._made.append(loan)
-        block.holders.add(loan)
         return lent, self.end
 
     def end(self, changed: bool) -> None:
@@ -79,4 +79,4 @@ class Loans:
         """Look for views that others have; a cycle, or a traceback, has some only for a while."""
         if any(loan.is_out for loan in self._made):
             gc.collect()
-        self._cache.has_spare = any(loan.is_out for loan in self._made)
+        self._cache.allow_spare(any(loan.is_out for loan in self._made))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._fsdp_passes import Offered
-from .._torch_private import is_view, make_wrapper, recorded, tree_flatten, tree_unflatten, written_tensors
+from .._torch_private import Offered, is_view, make_wrapper, recorded, tree_flatten, tree_unflatten, written_tensors
 from .stand_in import MemorylessTensor
 
 

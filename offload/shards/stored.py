@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .._torch_private import Lent
 from ..devices.device import HOST, is_host
 from ..errors import StateError
 from ..staging.block_cache import Block, View
-from .loans import Lent, Loans
 from .stand_in import StandIn
 
 
@@ -104,10 +104,19 @@ class UnbornShard:
         return StandIn(like, self.form.dtype, name=name, remedy=remedy, device=self.device)
 
 
+class Lender(Protocol):
+    """`Loans` are this to shards in blocks."""
+
+    def lend(self, block: Block, byte_offset: int, size_bytes: int, withdraw: Callable[[], object]) -> Lent | None:
+        """Return bytes of a block that is held, for longer, and what to call when they are let go."""
+
+
 class ShardTier(Protocol):
     """A `ParamTier` is this to the shards in its blocks."""
 
-    loans: Loans
+    @property
+    def loans(self) -> Lender:
+        """Lends staging buffers."""
 
     def begin_gather(self, shard: TieredShard) -> None:
         """Hold the block of a parameter that FSDP2 is about to copy, if it is not held for that already."""

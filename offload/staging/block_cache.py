@@ -123,8 +123,7 @@ class BlockCache(Mover[Block]):
         self.stats = CacheStats()
         self.blocks: list[Block] = []
         self.most_buffers = most_buffers
-        self.has_spare = False
-        """Whether one buffer more is used, as somebody keeps one."""
+        self._has_spare = False
         self._staying: list[Block] = []
         self._is_needed = is_needed
         self._on_pressure = on_pressure
@@ -266,6 +265,10 @@ class BlockCache(Mover[Block]):
         """`hold` and `release` around a piece of code. With `change`, whatever it did is kept, also when it raises."""
         return Holding(self, block, lambda: block.held_buffer, change=change, load=load, in_order=in_order)
 
+    def allow_spare(self, allowed: bool) -> None:
+        """Use one buffer more where there is none, or not: somebody keeps one."""
+        self._has_spare = allowed
+
     def advance(self) -> None:
         """Start what has become possible since the latest call: reads into the buffers of writes that are done."""
         self.settle_finished(report_writes=False)
@@ -339,7 +342,7 @@ class BlockCache(Mover[Block]):
             elif not written_again:
                 written_again = True
                 self.start_writes()
-            elif self.has_spare and self.lease_spare(block):
+            elif self._has_spare and self.lease_spare(block):
                 return
             else:
                 raise StateError(

@@ -50,6 +50,8 @@ class GroupSize(NamedTuple):
     """Groups that are alike may share one sequence: what follows from it is then counted once."""
     owner: object = None
     """The layer or end that gathers them, perhaps with others; None: they are in no layer, and gathered all along."""
+    takes_turns: bool = False
+    """Whether they are in a layer through which micro-batches may go by turns."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ class Account:
         """Return the peak of backward: two layers gathered, one with its gradients before and after the reduction.
 
         What is in no layer stays gathered, and its gradients wait unreduced until the end of backward. Below stage 3
-        all layers stay gathered. One rank alone computes on its shards; where they are cast or lent, on one layer's
-        copies at a time.
+        all layers stay gathered. One rank alone computes on its shards; where they are cast, or trained in blocks, on
+        one layer's copies at a time. Frozen blocks that take turns are computed with in their buffers.
         """
         alone = self.num_shards == 1
         params, grads, reduced = Counter[object](), Counter[object](), Counter[object]()
@@ -160,9 +162,11 @@ class Account:
     def _gathered(self, group: GroupSize) -> tuple[int, int, int]:
         """Return the bytes of a group's gathered parameters, of their gradients, and of these when they are reduced."""
         alone, in_blocks, params, grads, reduced = self.num_shards == 1, self._in_blocks, 0, 0, 0
+        lends = group.takes_turns and self.config.goes_by_blocks and not self.on_device
         for shard in group.shards:
             dtypes, computed = shard.precision, shard.whole_numel * shard.precision.gathered.itemsize
-            if not alone or PARAMS in in_blocks or dtypes.gathered != dtypes.storage:
+            is_copied = PARAMS in in_blocks and (shard.trainable or not lends)
+            if not alone or is_copied or dtypes.gathered != dtypes.storage:
                 params += computed
             if shard.trainable and (not alone or GRADS in in_blocks or dtypes.accumulate != dtypes.gather):
                 grads += computed

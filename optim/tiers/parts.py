@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nvme_offload.offload._fsdp_passes import Offered
 from nvme_offload.offload._torch_private import (
+    Offered,
     fsdp_groups,
     fsdp_params,
     guard_shards,

@@ -317,7 +317,7 @@ def _groups_of(
         is_layer = 0 <= layer < shape.num_layers
         owner = None if shape.rest and not number else number
         frozen = (shape.base_bits if is_layer else FULL_BITS) if shape.adapters else None
-        groups.append(GroupSize(str(number), sizes_of(group, rule if is_layer else beside, frozen), owner))
+        groups.append(GroupSize(str(number), sizes_of(group, rule if is_layer else beside, frozen), owner, is_layer))
         if is_layer and shape.adapters and shape.adapters[layer]:
             groups.append(GroupSize(f"{number} adapters", sizes_of(shape.adapters[layer], rule, None), owner))
     return groups

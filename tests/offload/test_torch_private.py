@@ -140,7 +140,7 @@ class Doubling(Wrapper):
     """A shard whose all-gather hands out twice its values."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return (self.values,), None
+        return (self.values,), private.Offered()
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         return None if out is not None else (gathered[0], ())

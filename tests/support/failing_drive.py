@@ -1,17 +1,21 @@
 """A drive that fails, and is well again; and one of an exact rate."""
 
 import errno
+import math
 import os
 import weakref
 from contextlib import contextmanager
+from functools import partialmethod
 
 import pytest
 
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.aio_native.engine import Op as Op
+from nvme_offload.aio_native.faults import FaultSpec
 from nvme_offload.aio_native.injection import FaultInjector
 from nvme_offload.offload.storage import drive, swap_space
 from nvme_offload.offload.storage.extent import Extent
+from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.sync import sync_data
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR as STANDS_IN_FOR
 from nvme_offload.perf.experiments.paced_drive import paced_drive as paced_drive
@@ -42,6 +46,22 @@ def failing_copy(optimizer, copy, monkeypatch, op):
     with monkeypatch.context() as patch:
         patch.setattr(FaultInjector, "_overwrite", failing)
         yield
+
+
+class FailingFiles:
+    """Requests to the files `fds` complete with EIO when `left` more have passed, in tiers made from here on."""
+
+    def __init__(self, monkeypatch):
+        self.fds, self.left = [], math.inf
+        overwrite = FaultInjector._overwrite
+
+        def failing(injector, request, result):
+            self.left -= request.fd in self.fds
+            return -errno.EIO if self.left < 0 and request.fd in self.fds else overwrite(injector, request, result)
+
+        faulty = type("Faulty", (NvmeTier,), {"__init__": partialmethod(NvmeTier.__init__, faults=FaultSpec(seed=1))})
+        monkeypatch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", faulty)
+        monkeypatch.setattr(FaultInjector, "_overwrite", failing)
 
 
 def fail_to_sync(fd, patch):

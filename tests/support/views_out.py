@@ -11,6 +11,7 @@ import pytest
 
 GroupOfOne = resolve_name("nvme_offload.offload._fsdp_passes:_GroupOfOne")
 Departure = resolve_name("nvme_offload.offload.shards.departures:Departure")
+Loans = resolve_name("nvme_offload.offload.shards.loans:Loans")
 ParamTier = resolve_name("nvme_offload.offload.shards.param_tier:ParamTier")
 TieredShard = resolve_name("nvme_offload.offload.shards.stored:TieredShard")
 Mover = resolve_name("nvme_offload.offload.staging.mover:Mover")
@@ -24,6 +25,7 @@ class ViewsOut:
         self.num_seen = 0
         self._asked = []
         self._departing = []
+        self._loans = []
 
     def note(self, block):
         """FSDP2 was given a view of the buffer that a block has."""
@@ -40,11 +42,15 @@ class ViewsOut:
             assert block.holds, f"nobody holds {block.name}, of which a view is out"
 
     def check_leased(self, buffer, to):
-        for block, other in self._asked:
+        self._loans = [(loan, other) for loan, other in self._loans if loan.is_out]
+        for block, other in [*self._asked, *((loan.block, other) for loan, other in self._loans)]:
             assert other is not buffer, f"{to.name} gets the buffer of {block.name}, of which a view is out"
         self._departing = [pair for pair in self._departing if _is_under_way(pair[0].mark)]
         for departure, other in self._departing:
             assert other is not buffer, f"{to.name} gets the buffer of {departure.block.name}, which a device copies"
+
+    def lend(self, loans, block):
+        self._loans += [(loan, block.buffer) for loan in loans._made if loan.block is block and loan.is_out]
 
     def copied(self, of=None):
         """FSDP2 has copied what it asked for, all or of a block, or has given it up."""
@@ -78,6 +84,7 @@ def watch(patch):
     after(TieredShard, "gather", lambda found, shard: shard.device.type == "cpu" and out.note(shard.block))
     after(TieredShard, "end_gather", lambda *unused: None, first=lambda shard: out.copied(shard.block))
     after(Mover, "lease", lambda found, staging, slot: found and out.check_leased(slot.buffer, slot))
+    after(Loans, "lend", lambda found, loans, block, *unused: found and out.lend(loans, block))
     after(Departure, "send", lambda found, departure, memory, device: out.send(departure, memory))
     after(FSDPParamGroup, "unshard", lambda *unused: out.check_held(), ends=True)
     after(FSDPParamGroup, "wait_for_unshard", lambda *unused: None, ends=True)

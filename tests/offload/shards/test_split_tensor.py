@@ -10,7 +10,7 @@ from accelerate.utils.modeling import find_tied_parameters
 from safetensors.torch import save
 
 from nvme_offload import StateError
-from nvme_offload.offload._fsdp_passes import Offered
+from nvme_offload.offload._torch_private import Offered
 from nvme_offload.offload.shards.split_tensor import SplitTensor
 from nvme_offload.offload.shards.stand_in import StandIn
 

@@ -6,7 +6,8 @@ import math
 import os
 import subprocess
 import warnings
-from functools import partial, partialmethod
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from torch import nn
 from transformers.quantizers import AutoHfQuantizer
 
 from nvme_offload import ConfigError, ResumeError, WeightFileError, WeightsError, get_full_param, initialize
-from nvme_offload.aio_native.faults import FaultSpec
-from nvme_offload.aio_native.injection import FaultInjector
-from nvme_offload.offload.storage.nvme_tier import NvmeTier
+from tests.support.failing_drive import FailingFiles
 from tests.support.ranks import on_ranks
 from tests.support.sandbox import needs_mounts, run_python
 from tests.support.sharded_model import SHARDS_CODES
@@ -126,13 +125,24 @@ def files_of(engine):
 TIERS = {"param": "nvme", "grads": "nvme", "state": "nvme"}
 
 
+EVERY_WAY = [
+    {"frozen": frozen, "block_by_block": block_by_block, "durable": durable}
+    for frozen, block_by_block, durable in product((None, "copy"), (True, False), (True, False))
+]
+SOME_WAYS = [{"frozen": "copy"}, {"block_by_block": False}, {"durable": True}]
+
+
 @SHARDS_CODES
 @pytest.mark.parametrize(
-    ("ranks", "precision"),
-    [(1, "bf16"), (2, "bf16"), pytest.param(1, "fp32", marks=pytest.mark.slow)],
+    ("ranks", "precision", "steps"),
+    [
+        (1, "bf16", 3),
+        (2, "bf16", 3),
+        *(pytest.param(*one, 20, marks=pytest.mark.slow) for one in ((1, "bf16"), (2, "bf16"), (1, "fp32"))),
+    ],
 )
 @on_ranks("ranks")
-def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, precision):
+def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, precision, steps):
     """Every dtype has them, block by block and in a loop, in place and copied, and where a durable run goes on."""
     folder, keys = tmp_path / "base", {"bf16": {"enabled": precision == "bf16"}}
     if rank == 0:
@@ -142,15 +152,15 @@ def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, p
     before = digest(folder)
 
     def run(frozen=None, *, tiers=TIERS, block_by_block=True, durable=False):
-        """Losses and weights of three steps, the last of them perhaps in an engine that resumes."""
+        """Losses and weights of all steps, the last of them perhaps in an engine that resumes."""
         config = section(tmp_path, **tiers, **({"frozen": frozen} if frozen else {})) | keys
         if durable:
-            config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
+            config["zero_optimization"]["offload_optimizer"]["durable"] = f"run{frozen}{block_by_block}"
         losses = []
-        for steps in ((0, 1), (2,)) if durable else ((0, 1, 2),):
+        for some in (range(steps - 1), range(steps - 1, steps)) if durable else (range(steps),):
             with born(folder, config) as engine:
-                assert not steps[0] or engine.resume() is not None
-                losses += [train(engine, step, rank, block_by_block=block_by_block) for step in steps]
+                assert not some[0] or engine.resume() is not None
+                losses += [train(engine, step, rank, block_by_block=block_by_block) for step in some]
                 assert files_of(engine) == (["model.safetensors"] if tiers and frozen is None else [])
                 if files_of(engine):
                     cache = engine.optimizer.store.blocks.params.cache
@@ -160,8 +170,9 @@ def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, p
         return losses, weights
 
     losses, weights = run(tiers={})
-    for ours in (run("copy"), run(block_by_block=False), run(durable=True)):
-        assert ours[0] == losses
+    for way in SOME_WAYS if steps == 3 else EVERY_WAY:
+        ours = run(**way)
+        assert ours[0] == losses, way
         assert_same_bytes(ours[1], weights)
     assert digest(folder) == before
 
@@ -207,33 +218,26 @@ def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path, said):
             assert_same_bytes(values(engine), expected)
 
 
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("first", [0, 2])
 def test_a_base_that_cannot_be_read_is_one_error_that_names_it_and_the_step_is_done_again(
     alone, tmp_path, monkeypatch, first
 ):
     """Its sectors are unreadable in the middle of a run, and then the drive is well again."""
     folder, config = forward_of_a_base(tmp_path, buffer_count=2)
-    small, overwrite, left = partial(build, KINDS[:2], rows=2000), FaultInjector._overwrite, [math.inf]
+    small = partial(build, KINDS[:2], rows=2000)
     with born(folder, config, small) as engine:
         expected = [train(engine, step) for step in range(2)], values(engine)
 
-    def failing(injector, request, result):
-        left[0] -= request.fd in fds
-        return -errno.EIO if left[0] <= 0 and request.fd in fds else overwrite(injector, request, result)
-
-    ways = {"__init__": partialmethod(NvmeTier.__init__, faults=FaultSpec(seed=1))}
-    monkeypatch.setattr("nvme_offload.optim.tiers.block_tiers.NvmeTier", type("Faulty", (NvmeTier,), ways))
-    monkeypatch.setattr(FaultInjector, "_overwrite", failing)
-    fds = []
+    failing = FailingFiles(monkeypatch)
     with born(folder, config | {"aio": {"engine": "pyuring"}}, small) as engine:
         extents = [block.extent for block in engine.optimizer.store.blocks.params.cache.blocks]
-        fds += [file.fd for extent in extents if extent.is_of_others for file in extent.files]
+        failing.fds = [file.fd for extent in extents if extent.is_of_others for file in extent.files]
         losses = [train(engine, 0)]
-        left[0] = first
+        failing.left = first
         with pytest.raises(WeightFileError, match=r"model.safetensors.* at offset \d+ .* cannot be read") as found:
             train(engine, 1)
         assert found.value.errno == errno.EIO
-        left[0] = math.inf
+        failing.left = math.inf
         losses.append(train(engine, 1))
         assert losses == expected[0]
         assert_same_bytes(values(engine), expected[1])
@@ -457,7 +461,7 @@ def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path)
     """However many micro-batches it has, block by block; and what they read is the base alone, or nearly."""
     layers, kinds = 8, KINDS[2:3] * 8
     folder = publish(tmp_path / "base", build(kinds, rows=1000, width=1000))
-    for micro_batches in (1, 4):
+    for micro_batches in (1, 2, 8, 16):
         config = section(tmp_path, **TIERS, accumulation=micro_batches, buffer_count=2)
         with born(folder, config, partial(build, kinds, rows=1000, width=1000)) as engine:
             train(engine, 0)
@@ -468,7 +472,7 @@ def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path)
             engine.optimizer.synchronize()
             after = engine.optimizer.stats()
         read = (after.param_bytes_read - before.param_bytes_read) / 3 / (layers * 1000 * 1000)
-        assert 1.5 < read < 2.1, read
+        assert 1.5 < read < 2.05, read  # less than 2 by what stays in buffers where backward begins
         assert after.param_bytes_written - before.param_bytes_written < 3 * layers * 3 * 4096
 
 
