@@ -93,11 +93,24 @@ def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
     return earlier.add_(latest)
 
 
-def _gathered_at_once(block: torch.nn.Module) -> list[Any]:
-    """Return the one group of a block that is freed behind its every use; none where the block gathers in parts."""
+def _largest_base(block: torch.nn.Module) -> list[Any]:
+    """Return the group of a block that has most frozen bytes, if every use frees it; none where the block has no base.
+
+    It holds one staging buffer. Others of the block, which may be gathered meanwhile, must do with one more.
+    """
     groups = {id(group): group for module in block.modules() for group in fsdp_param_groups(module)}
-    freed = [one for one in groups.values() if one._reshard_after_forward and one.reshard_after_backward]
-    return freed if len(freed) == len(groups) == 1 else []
+
+    def frozen(group: Any) -> list[Any]:
+        return [record for record in group.fsdp_params if not record.sharded_param.requires_grad]
+
+    def size(group: Any) -> int:
+        return sum(record.sharded_param.numel() * record.sharded_param.itemsize for record in frozen(group))
+
+    base = max(groups.values(), key=size, default=None)
+    if base is None or not (base._reshard_after_forward and base.reshard_after_backward):
+        return []
+    others = (group for group in groups.values() if group is not base)
+    return [base] if all(len(frozen(group)) in (0, len(group.fsdp_params)) for group in others) else []
 
 
 class TakingTurns:
@@ -117,7 +130,7 @@ class TakingTurns:
         self.units: list[Any] = [module for module in parts if module not in others]
         """Modules that gather by themselves and are neither the root nor in a block."""
         self._root: Any = root
-        self._at_once = [group for block in blocks for group in _gathered_at_once(block)]
+        self._bases = [group for block in blocks for group in _largest_base(block)]
         self._is_under_way = False
         alone: tuple[Any, dict[int, int]] = (None, {})
         self._ask, self._numbers = _asking.get(root, alone)
@@ -145,7 +158,7 @@ class TakingTurns:
         return self._root._get_fsdp_state()._state_ctx
 
     def _lend(self, lends: bool) -> None:
-        for group in self._at_once:
+        for group in self._bases:
             _lending[group] = lends
 
     def begin(self) -> None:
