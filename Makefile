@@ -12,7 +12,7 @@ ARGS ?=
 WORKERS ?= 3
 STATIC := tests/test_tidy.py tests/test_exports.py tests/test_site.py
 
-.PHONY: demo test check compare sanitize clients triton hosts filesystems docs wheel test-torch setup clean FORCE
+.PHONY: demo test check bench compare sanitize clients triton hosts filesystems docs wheel test-torch setup clean FORCE
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -27,6 +27,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q $(STATIC)
+
+bench: setup
+	$(BIN)/python -m pytest perf/benchmarks --benchmark-only -m "not slow" $(ARGS)
 
 # This project beside others, by turns; peers that need packages get an environment each (docs/comparison.md).
 compare: setup

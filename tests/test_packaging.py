@@ -76,7 +76,7 @@ def assert_contents(wheel):
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith("/METADATA")]
     assert {name.split("/")[0] for name in names} == {"nvme_offload", "nvme_offload-0.1.0.dist-info"}
     assert not [name for name in names if name.endswith((".cpp", ".hpp", ".cmake", ".json", ".md"))]
-    checkout_only = tuple(f"perf/{room}/" for room in ("experiments", "results"))
+    checkout_only = tuple(f"perf/{room}/" for room in ("benchmarks", "experiments", "results"))
     assert not [name for name in names if name.removeprefix("nvme_offload/").startswith(checkout_only)]
     installed = {name for name in tracked(*PARTS) if not name.startswith(checkout_only)}
     assert {f"nvme_offload/{name}" for name in installed if name.endswith((".py", ".pyi"))} - names == set()

@@ -30,7 +30,7 @@ from ..updates.work import Means
 from .latest import LatestCommit
 from .sealing import Sealing
 
-_UPDATES_PER_THREAD = 0.5e9  # of parameters in a second, on the cores of a small machine
+_UPDATES_PER_THREAD = 0.5e9  # of parameters in a second: see `perf/benchmarks/bench_kernel.py`
 _ITEMSIZE = 2  # of a gradient in 16 bits
 
 

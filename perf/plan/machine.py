@@ -11,7 +11,7 @@ from nvme_offload.offload.storage.tier_plan import Tier
 from nvme_offload.offload.units import TB
 
 UPDATE_RATE = 1e9
-"""Parameters per second of the update kernel, less than was measured on two cores."""
+"""Parameters per second of the update kernel, less than `perf/benchmarks/bench_kernel.py` measured on two cores."""
 
 COPY_RATE = 3e9
 """Bytes per second that a thread copies to staging buffers or back, measured beside computing on two cores (in

@@ -27,6 +27,7 @@ from nvme_offload.perf.measure.command_line import Settings
 from nvme_offload.perf.measure.workloads import RawTarget
 from nvme_offload.perf.plan.machine import Drives
 from tests.perf.documents import write_bench
+from tests.support.forked import ROOT, output_of
 
 SMALL = ("--size", "8MiB", "--bs", "64KiB", "--iodepth", "8", "--runtime", "0", "--direct", "optional")
 COMMAND = (sys.executable, "-c", "from nvme_offload.perf.cli import main; main()")
@@ -247,3 +248,16 @@ def test_jobs_of_fio_get_whole_blocks_of_a_written_file_and_leave_nothing(tmp_pa
         assert file.stat().st_blocks * 512 >= its.size
         assert fio.run("mixed", its.size) > 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_all_benchmarks_of_kernels_run_and_their_results_are_saved(tmp_path):
+    file, suite = tmp_path / "kernels.json", "perf/benchmarks/bench_kernel.py"
+    options = ["-q", "-p", "no:cacheprovider", "--bench-size=4MiB", "--benchmark-only", f"--benchmark-json={file}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "pytest", suite, *options]
+    output_of(*command, cwd=ROOT, env=environment)
+    document = json.loads(file.read_text())
+    assert all(each["stats"]["rounds"] == 5 for each in document["benchmarks"])
+    assert all(each["extra_info"]["size_bytes"] > 0 for each in document["benchmarks"])
+    assert document["machine_info"]["num_cpus"] > 0
