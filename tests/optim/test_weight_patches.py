@@ -16,6 +16,7 @@ from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, in
 from tests.support import tiers
 from tests.support.drawn_patches import bits, differing, drawn, patched, run, whole
 from tests.support.forked import ROOT
+from tests.support.ranks import on_ranks
 from tests.support.rules import CASES
 from tests.support.training import section
 
@@ -195,8 +196,9 @@ def step_of(engine, number):
     engine.step()
 
 
-@pytest.mark.parametrize("schedule", ["off", "forward", "backward"])
-def test_a_patch_after_as_many_steps_as_the_one_before_takes_no_block(schedule, alone, tmp_path):
+@pytest.mark.parametrize(("schedule", "world_size"), [("off", 1), ("forward", 2), ("backward", 1)])
+@on_ranks("world_size")
+def test_a_patch_after_as_many_steps_as_the_one_before_takes_no_block(rank, world_size, schedule, tmp_path):
     with sparse_steps(tmp_path, schedule) as engine:
         version, have, used, number = engine.weights_version, whole(engine, "own"), [], 0
         for steps in (1, 1, 2, 2, 2, 1):
