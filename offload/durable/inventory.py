@@ -32,15 +32,10 @@ class CopiesFound(NamedTuple):
 
     read_from: tuple[Path, ...]
     """The directories of the copy to go on from."""
-    others: tuple[Path, ...] = ()
-    """The directories of another copy that says what this one says."""
+    num_whole: int = 1
+    """The number of copies that say the same."""
     num_paths: int = 0
     """The number of directories that each copy has, on all paths; 0: it does not say."""
-
-    @property
-    def num_whole(self) -> int:
-        """Return how many copies say the same."""
-        return 2 if self.others else 1
 
     @property
     def num_missing(self) -> int:
@@ -279,8 +274,8 @@ def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
     found = [CopyFound.look_at(copy[0]) for copy in copies]
     leading = leading_of(found)
     num_paths = max(about["num_paths"] for about in abouts.values())
-    same = [copy for copy, one in enumerate(found) if copy != leading and one.says_as(found[leading])]
-    return CopiesFound(copies[leading], copies[same[0]] if same else (), num_paths)
+    num_whole = sum(one.says_as(found[leading]) for one in found)
+    return CopiesFound(copies[leading], num_whole, num_paths)
 
 
 def _owner_of(folder: Path) -> owner.Owner | None:

@@ -64,14 +64,11 @@ class ExtentRing:
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
         steps_back: how many manifests before the newest stay whole between two steps; at least 1.
-        alignment: of slots that were laid out elsewhere, and are read alone; None: that of the space.
     """
 
-    def __init__(
-        self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1, alignment: int | None = None
-    ) -> None:
+    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
         self.steps_back = steps_back
-        self.alignment = alignment or space.alignment
+        self.alignment = space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
         self.turn = sequence
