@@ -162,19 +162,6 @@ def remove_run(run: RunFound) -> None:
             drive.ask(folder, folder.rmdir)
 
 
-def remove_snapshot(run: RunFound, name: str) -> None:
-    """Give up a snapshot of a run that nobody is in. The run uses its space again; the files stay as large."""
-    with locked(run):
-        there = [Snapshots(folder) for folder in run.folders]
-        for snapshots in there:
-            if name in snapshots:
-                snapshots.withdraw(name)
-        for snapshots in there:  # if this is killed from here on, no rank has it: see `snapshots`
-            if name in snapshots.prepared:
-                snapshots.delete_prepared(name)
-            snapshots.delete_unreadable(name)
-
-
 _OF_GARBAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _There = tuple[RankFound, int, Mapping[str, str]]
 """The rank as it was found, and the number and hosts of all ranks, as far as it says them."""

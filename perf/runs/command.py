@@ -66,36 +66,25 @@ def list_runs(paths: Paths, as_json: Json = False) -> None:
 def remove(
     name: Annotated[str, typer.Argument(help="Name of the run.")],
     paths: Paths,
-    snapshot: Annotated[
-        str | None, typer.Option("--snapshot", metavar="NAME", help="Remove this snapshot, and leave the run.")
-    ] = None,
     partly: Annotated[
         bool, typer.Option("--partly", help="Remove it, too, if some of its paths are not among these folders.")
     ] = False,
 ) -> None:
-    """Delete a run, or one snapshot of it. A run that is alive is refused."""
-    run = _named(name, paths, snapshot)
+    """Delete a run. One that is alive is refused."""
+    run = _named(name, paths)
     _check_paths(run, partly=partly)
     try:
-        if snapshot is None:
-            inventory.remove_run(run)
-            done = f"removed {name}: {format_bytes(run.size_bytes)} are free"
-        else:
-            inventory.remove_snapshot(run, snapshot)
-            done = f"removed snapshot {snapshot} of {name}: its next process uses the space"
+        inventory.remove_run(run)
     except (StateError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    typer.echo(done)
+    typer.echo(f"removed {name}: {format_bytes(run.size_bytes)} are free")
 
 
-def _named(name: str, paths: Sequence[Path], snapshot: str | None) -> inventory.RunFound:
+def _named(name: str, paths: Sequence[Path]) -> inventory.RunFound:
     run = next((run for run in _found(paths) if run.name == name), None)
     if run is None:
         raise typer.BadParameter(f"there is no durable run {name!r} below these folders", param_hint="NAME")
-    if snapshot is not None and snapshot not in run.snapshots:
-        there = ", ".join(run.snapshots) or "none"
-        raise typer.BadParameter(f"{name!r} has no snapshot {snapshot!r}; there are: {there}", param_hint="--snapshot")
     return run
 
 

@@ -12,7 +12,7 @@ import pytest
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
 from tests.perf.test_malformed import FILES
-from tests.support.durable_run import IDENTITY, SmallRun, committed, offload_runs
+from tests.support.durable_run import IDENTITY, committed, offload_runs
 from tests.support.failing_drive import dead
 
 
@@ -133,23 +133,6 @@ def test_who_looks_while_another_removes_it_finds_what_is_left(small, paths, mon
 
     monkeypatch.setattr(inventory, "read_about", read_late)
     assert [run.ranks[0].problem[:5] for run in find_runs(paths)] == ["1 of "] * (2 - number)
-
-
-def test_removing_a_snapshot(small, paths):
-    small.commit("2", 8)
-    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 1  # it is alive
-    truth = small.truth
-    small.close()
-    code, output = offload_runs("remove", "small", *paths, "--snapshot", "others")
-    assert (code, "there are: kept" in " ".join(output.replace("│", " ").split())) == (2, True)
-    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 0
-    (run,) = find_runs(paths)
-    assert (run.step, run.ranks[0].snapshots) == (8, ())
-    again = SmallRun(paths)
-    assert again.run.snapshots == {}
-    again.adopt(again.run.found[0])
-    assert again.read() == truth["2"]
-    again.close()
 
 
 def test_what_others_put_there_stays_and_nothing_can_be_resumed(small, paths):
