@@ -34,7 +34,7 @@ _ABOUT = {
     ),
     "bench": ("Measure a drive: bandwidth, IOPS, latency and processor time.", "--path /mnt/nvme0 --size 4GiB"),
     "report": ("Write an HTML page about a run: timeline, bytes, waits, wear.", "run.jsonl"),
-    "runs": ("List durable runs, and remove them.", "/mnt/nvme0"),
+    "runs": ("List durable runs, export what they committed, remove them.", "/mnt/nvme0"),
     "top": ("Watch a run: its bytes, rates and waits.", "/mnt/nvme0"),
     "verify": ("Verify the bits of training on this machine's GPU or CPU.", "--path /mnt/nvme0"),
 }

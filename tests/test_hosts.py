@@ -227,16 +227,20 @@ def test_torchrun_starts_all_again_when_one_is_killed(tmp_path, places):
     assert sorted(found) == [[rank, step, digest] for rank in "01"]
 
 
-def with_own_folders(path):
+def with_own_folders(path, name=None):
     zero = section("bf16", path / "nvme")["zero_optimization"]
+    if name:
+        zero["offload_optimizer"]["durable"] = name
     return fresh_engine("bf16", zero_optimization=zero, checkpoint={"use_node_local_storage": True})
 
 
-def save(rank, world_size, path):
-    with with_own_folders(path) as engine:
+def save(rank, world_size, path, background):
+    with with_own_folders(path, "run" if background else None) as engine:
         engine.save_checkpoint(path / "other", "before")
         steps_of(engine, rank, range(STOPPED))
-        engine.save_checkpoint(path / "other", client_state={"from": rank})
+        engine.save_checkpoint(path / "other", client_state={"from": rank}, background=background)
+        if background:
+            steps_of(engine, rank, range(STOPPED, STOPPED + 1))
 
 
 def load(rank, world_size, path):
@@ -279,8 +283,9 @@ def own_folders(tmp_path, places):
 
 @on_hosts
 @pytest.mark.slow
-def test_checkpoints_of_hosts_with_own_folders_load_in_any_order(tmp_path, own_folders):
-    run_on_hosts(save, own_folders("ab"), tmp_path)
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_of_hosts_with_own_folders_load_in_any_order(tmp_path, own_folders, background):
+    run_on_hosts(save, own_folders("ab"), tmp_path, background)
     for number, host in enumerate("ab"):
         names = {path.name for path in (tmp_path / f"saved on {host}" / f"global_step{STOPPED}").iterdir()}
         assert {name for name in names if name.endswith(".distcp")} == {f"__{number}_0.distcp"}
@@ -299,7 +304,7 @@ def test_checkpoints_of_hosts_with_own_folders_load_in_any_order(tmp_path, own_f
 @on_hosts
 @pytest.mark.slow
 def test_a_host_that_lacks_its_part_or_did_not_name_it(tmp_path, own_folders):
-    run_on_hosts(save, own_folders("ab"), tmp_path)
+    run_on_hosts(save, own_folders("ab"), tmp_path, False)
     on_b = tmp_path / "saved on b"
     newest, partial = on_b / f"global_step{STOPPED}", on_b / f"global_step{STOPPED}.partial"
     newest.rename(partial)  # as if it had been stopped before it did this, and the next

@@ -32,10 +32,15 @@ class CopiesFound(NamedTuple):
 
     read_from: tuple[Path, ...]
     """The directories of the copy to go on from."""
-    num_whole: int = 1
-    """The number of copies that say the same."""
+    others: tuple[Path, ...] = ()
+    """The directories of another copy that says what this one says."""
     num_paths: int = 0
     """The number of directories that each copy has, on all paths; 0: it does not say."""
+
+    @property
+    def num_whole(self) -> int:
+        """Return how many copies say the same."""
+        return 2 if self.others else 1
 
     @property
     def num_missing(self) -> int:
@@ -162,6 +167,19 @@ def remove_run(run: RunFound) -> None:
             drive.ask(folder, folder.rmdir)
 
 
+def remove_snapshot(run: RunFound, name: str) -> None:
+    """Give up a snapshot of a run that nobody is in. The run uses its space again; the files stay as large."""
+    with locked(run):
+        there = [Snapshots(folder) for folder in run.folders]
+        for snapshots in there:
+            if name in snapshots:
+                snapshots.withdraw(name)
+        for snapshots in there:  # if this is killed from here on, no rank has it: see `snapshots`
+            if name in snapshots.prepared:
+                snapshots.delete_prepared(name)
+            snapshots.delete_unreadable(name)
+
+
 _OF_GARBAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _There = tuple[RankFound, int, Mapping[str, str]]
 """The rank as it was found, and the number and hosts of all ranks, as far as it says them."""
@@ -261,8 +279,8 @@ def _copies_of(abouts: Mapping[Path, Mapping[str, Any]]) -> CopiesFound:
     found = [CopyFound.look_at(copy[0]) for copy in copies]
     leading = leading_of(found)
     num_paths = max(about["num_paths"] for about in abouts.values())
-    num_whole = sum(one.says_as(found[leading]) for one in found)
-    return CopiesFound(copies[leading], num_whole, num_paths)
+    same = [copy for copy, one in enumerate(found) if copy != leading and one.says_as(found[leading])]
+    return CopiesFound(copies[leading], copies[same[0]] if same else (), num_paths)
 
 
 def _owner_of(folder: Path) -> owner.Owner | None:

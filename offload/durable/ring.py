@@ -16,7 +16,7 @@ further step that can be gone back to there is besides what one step sets free.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,11 +64,14 @@ class ExtentRing:
         incarnation: of this life of the run.
         sequence: of the manifest that comes next.
         steps_back: how many manifests before the newest stay whole between two steps; at least 1.
+        alignment: of slots that were laid out elsewhere, and are read alone; None: that of the space.
     """
 
-    def __init__(self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1) -> None:
+    def __init__(
+        self, space: SwapSpace, incarnation: int, sequence: int, *, steps_back: int = 1, alignment: int | None = None
+    ) -> None:
         self.steps_back = steps_back
-        self.alignment = space.alignment
+        self.alignment = alignment or space.alignment
         self.incarnation = incarnation
         self.sequence = sequence
         self.turn = sequence
@@ -105,6 +108,10 @@ class ExtentRing:
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
+
+    def lay_out(self, layouts: Iterable[SlotLayout]) -> None:
+        """Know how slots are laid out, for reading alone: they have no space."""
+        self.slots = [RingSlot(layout, 0) for layout in layouts]
 
     def drop(self, first: int) -> None:
         """Forget the slots from `first` on, as far as `add` took them on; nothing may have been committed of them."""

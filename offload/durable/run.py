@@ -29,7 +29,7 @@ from .run_copies import RunCopies
 from .snapshots import Snapshots
 
 _INCARNATION_BITS = 62
-_DAMAGED = "(damaged)"  # which is no name of a snapshot
+_PINNED, _DAMAGED = "(pinned)", "(damaged)"  # which are no names of snapshots
 
 Places = Mapping[str, object]
 """They say where a run has parameters and gradients, and whether a budget keeps some in memory: it is cut by that."""
@@ -344,6 +344,16 @@ class DurableRun:
                 self.snapshots.publish(name)
             else:
                 self.delete_prepared(name)
+
+    def pin_newest(self) -> Manifest:
+        """Pin the newest committed step, one at a time; nothing is written. On OutOfSpaceError nothing has changed."""
+        newest = self.committed[0]
+        self.extents.pin(_PINNED, newest.tables)
+        return newest
+
+    def unpin_newest(self) -> None:
+        """Unpin what `pin_newest` pinned."""
+        self._unpin(_PINNED)
 
     def _unpin(self, name: str) -> None:
         self.extents.unpin(name)

@@ -51,12 +51,13 @@ class SwapFile:
         path: where; must not exist.
         direct: as ``aio.direct`` in the configuration.
         keep: it may exist, and what is in it stays. All of it is free: `claim` what somebody refers to.
+        read_only: it exists, what is in it stays, and nothing can be written; also on a file system that is read-only.
     """
 
-    def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False) -> None:
+    def __init__(self, path: Path, direct: DirectPolicy, *, keep: bool = False, read_only: bool = False) -> None:
         self.path = path
         making = os.O_CREAT if keep else os.O_CREAT | os.O_EXCL
-        self._descriptor, alignment = _open(path, direct, os.O_RDWR | making)
+        self._descriptor, alignment = _open(path, direct, os.O_RDONLY if read_only else os.O_RDWR | making)
         self.direct = alignment is not None
         self.alignment = alignment or MIN_ALIGNMENT
         self.ranges = FreeList()

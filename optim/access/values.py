@@ -6,20 +6,39 @@ and what stands for state that was never born.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from nvme_offload.offload.devices.device import HOST
+from nvme_offload.offload.durable.committed import PinnedReader
+from nvme_offload.offload.durable.manifest import Manifest
+from nvme_offload.offload.storage.swap_space import SwapSpace
 from nvme_offload.offload.storage.tier import Memory
 from ..layout.codes import decoded, store_coded
 from ..layout.subgroup import Run, Subgroup, section_view
 from ..state.body import StateBody
 from ..state.masters import read_master, write_master
 from ..state.slots import Residency, SlotRecord
+from ..updates.logs import SlotLogs
+
+COMPUTED = "computed"
+"""An entry that commits have besides: bf16 weights as forward computed with them; else the master."""
+
+
+class Values(Protocol):
+    """The values of all entries of all parameters that have state, as they were at one moment."""
+
+    slots: Sequence[SlotRecord]
+    """The slots of all subgroups, in the order in which they are read best."""
+
+    def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
+        """Return an entry of a run, or of a piece of one, fp32 [run.numel]; it is valid until another slot is read."""
 
 
 class LiveValues:
-    """The values of all entries of all parameters that have state, to be read and written. Use it `StateBody.at_rest`.
+    """The `Values` of now, which can also be written. Use it `StateBody.at_rest`.
 
     Args:
         ahead: subgroups in the order in which they are going to be read: reads of those that follow are under way. Of
@@ -38,10 +57,7 @@ class LiveValues:
         self._read: tuple[SlotRecord, Memory] | None = None
 
     def read(self, slot: SlotRecord, run: Run, name: str, *, copy: bool = False) -> torch.Tensor:
-        """Return an entry of a run, or of a piece of one, fp32 [run.numel]; it is valid until another slot is read.
-
-        With `copy` it is in host memory of its own.
-        """
+        """See `Values`. With `copy` it is in host memory of its own."""
         body = self._body
         # An fp32 parameter is its own master: there is no section of it.
         if slot.residency is Residency.UNBORN or name not in slot.subgroup.sections:
@@ -88,6 +104,47 @@ class LiveValues:
         self._changed = slot, memory
         self._begun.add(slot.index)
         return memory
+
+
+class CommittedValues:
+    """The `Values` of a committed step, verified. One subgroup is in memory at a time, in memory of its own.
+
+    Nothing that training changes is looked at after construction, so another thread may read. ResumeError: the
+    manifest is not of such slots.
+
+    Args:
+        logs: of the run, with kernels of their own: with those of a step they would take turns.
+        space: where the extents are. Somebody keeps what the step refers to until all is read.
+    """
+
+    def __init__(self, slots: Sequence[SlotRecord], logs: SlotLogs, space: SwapSpace, manifest: Manifest) -> None:
+        self.slots = slots
+        self._logs = logs
+        self._reader = PinnedReader(space)
+        layouts = [logs.layout_of(slot.subgroup) for slot in slots]
+        self._chains = logs.extents.chains_of(manifest.tables, layouts)
+        self._held: tuple[SlotRecord, Memory] | None = None
+
+    def read(self, slot: SlotRecord, run: Run, name: str) -> torch.Tensor:
+        """See `Values`. It returns `COMPUTED` in its own dtype."""
+        memory = self._memory_of(slot)
+        if name not in ("master", COMPUTED):
+            return read_state(slot.subgroup, memory, run, name).float()
+        section = section_view(slot.subgroup, memory, "master", run)
+        tail = self._logs.base_view(slot.subgroup, memory, run)
+        if tail is not None:
+            return tail if name == COMPUTED else self._logs.kernels.joined(tail, section)
+        assert section is not None
+        return section.float()
+
+    def _memory_of(self, slot: SlotRecord) -> Memory:
+        if self._held is None or self._held[0] is not slot:
+            self._held = None
+            chain = self._chains[slot.index]
+            memory = self._reader.read(chain, partial(self._logs.check, slot.subgroup, chain))
+            self._logs.replay_chain(slot.subgroup, chain, memory)
+            self._held = slot, memory
+        return self._held[1]
 
 
 def fresh_values(body: StateBody, run: Run, name: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload.offload._torch_private import local_tensor
 from nvme_offload.offload.weights.writer import named_tensors
-from ..access.values import LiveValues
+from ..access.values import Values
 from ..layout.geometry import Chunk, Part
 from ..rules.rule import UpdateRule
 from ..state.body import StateBody
 from ..state.table import step_entry
-from .places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor
+from .places import MAX_CHUNK_NUMEL, InMemory, Place, Stored, Visitor, copied_aside
 
 MODEL, OPTIMIZER = "model", "optim.state"
 """The names of a model's tensors, and of an optimizer's, begin with these."""
@@ -139,7 +140,7 @@ class Contents:
         return count
 
 
-def contents_of(model: nn.Module, body: StateBody, values: LiveValues) -> Contents:
+def contents_of(model: nn.Module, body: StateBody, values: Values) -> Contents:
     """Return what a checkpoint of this model and optimizer has; ValueError where the two do not fit together."""
     tensors, tied = named_tensors(model)
     contents = Contents(tied={f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in tied.items()})
@@ -173,14 +174,16 @@ def plain_items(name: str, tensor: torch.Tensor) -> Iterator[Item]:
             yield Item(name, chunk, place)
 
 
-def tier_items(values: LiveValues, parts: Mapping[int, Part], names: Mapping[int, str]) -> Iterator[Item]:
-    """Yield the items of parameters that have state, and of that, by subgroup."""
+def tier_items(
+    values: Values, parts: Mapping[int, Part], names: Mapping[int, str], weights: str = "master"
+) -> Iterator[Item]:
+    """Yield the items of parameters that have state, and of that, by subgroup; `weights` is the parameters' entry."""
     for slot in values.slots:
-        entries = ["master", *(state.name for state in slot.subgroup.rule.states)]
+        entries = [weights, *(state.name for state in slot.subgroup.rule.states)]
         for piece in chain.from_iterable(run.pieces(MAX_CHUNK_NUMEL) for run in slot.subgroup.runs):
             param = names[piece.param]
             for entry in entries:
-                name = f"{MODEL}.{param}" if entry == "master" else f"{OPTIMIZER}.{param}.{entry}"
+                name = f"{MODEL}.{param}" if entry == weights else f"{OPTIMIZER}.{param}.{entry}"
                 place = Stored(values, slot, piece, entry)
                 for chunk in parts[piece.param].chunks(piece.start, piece.stop):
                     yield Item(name, chunk, place)
@@ -208,6 +211,15 @@ class StreamedSavePlanner(DefaultSavePlanner):
             [_write_item(item, contents.kinds[item.name]) for item in contents.items],
             planner_data={**contents.paths, **aliases},
         )
+
+    def keep_aside(self, plan: SavePlan, folder: Path) -> None:
+        """Keep what `plan` writes from memory as it is now, in a file without a name; OSError if there is no room."""
+        wanted = [self._items[write.index] for write in plan.items]
+        places = {id(item.place): item.place for item in wanted if isinstance(item.place, InMemory)}
+        copies = dict(zip(places, copied_aside([*places.values()], folder), strict=True))
+        for index, item in self._items.items():
+            if (copy := copies.get(id(item.place))) is not None:
+                self._items[index] = item._replace(place=copy)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Read the values of one item."""

@@ -1,16 +1,24 @@
 """The values of checkpoint items are in memory, or in a subgroup's state on a tier. One is visited at a time."""
 
+import mmap
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
 
 from nvme_offload.offload.shards.split_tensor import SplitTensor
-from ..access.values import LiveValues
+from nvme_offload.offload.units import round_up
+from ..access.values import LiveValues, Values
 from ..layout.subgroup import Run
 from ..state.slots import SlotRecord
 
 MAX_CHUNK_NUMEL = 16 * 2**20
 """64 MiB of fp32: more of it is never in memory at once, beside what the tiers have anyway."""
+_ASIDE_ALIGNMENT = 64  # bytes: any dtype begins there
 
 
 class Place(Protocol):
@@ -41,6 +49,11 @@ class InMemory:
         self._tensor = tensor.detach()
         self._opened: torch.Tensor | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of the values."""
+        return self._tensor.numel() * self._tensor.dtype.itemsize
+
     def read(self) -> torch.Tensor:
         """Give the values where they lie, or a copy."""
         plain = self._tensor.plain() if isinstance(self._tensor, SplitTensor) else self._tensor
@@ -58,10 +71,26 @@ class InMemory:
         self._opened = None
 
 
-class Stored:
-    """A piece of a run of ``master`` or a state, from a multiple of `TILE_NUMEL` on."""
+def copied_aside(places: Sequence[InMemory], folder: Path) -> list[InMemory]:
+    """Copy values as they are now into pages of a file without a name, which take no memory; OSError on a full disk."""
+    starts = [0, *accumulate(round_up(place.size_bytes, _ASIDE_ALIGNMENT) for place in places)]
+    if starts[-1] == 0:
+        return [InMemory(place.read().clone()) for place in places]
+    with TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, starts[-1])  # a full disk is an error here, and a signal later
+        mapped = mmap.mmap(file.fileno(), starts[-1])
+    copies = []
+    for place, start in zip(places, starts[:-1], strict=True):
+        values = place.read()
+        copy = torch.frombuffer(mapped, dtype=torch.uint8, count=starts[-1] - start, offset=start)[: values.nbytes]
+        copies.append(InMemory(copy.view(values.dtype).copy_(values)))
+    return copies
 
-    def __init__(self, values: LiveValues, slot: SlotRecord, run: Run, name: str) -> None:
+
+class Stored:
+    """A piece of a run of ``master`` or a state, from a multiple of `TILE_NUMEL` on. That of a commit is only read."""
+
+    def __init__(self, values: Values, slot: SlotRecord, run: Run, name: str) -> None:
         self._values = values
         self._at = slot, run, name
         self._opened: torch.Tensor | None = None
@@ -73,11 +102,13 @@ class Stored:
 
     def open(self) -> torch.Tensor:
         """Give the state where it lies, or a copy of what is not fp32 there."""
+        assert isinstance(self._values, LiveValues)
         self._opened = self._values.open(*self._at)
         return self._opened
 
     def leave(self) -> None:
         """Write what was opened to where it belongs."""
+        assert isinstance(self._values, LiveValues)
         if self._opened is not None:
             self._values.write(*self._at, self._opened)
             self._opened = None

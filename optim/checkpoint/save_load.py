@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import warnings
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -26,13 +28,13 @@ from nvme_offload.offload.sync import make_folder
 from nvme_offload.offload.units import format_bytes
 from nvme_offload.offload.warn import warn_user
 from ..access.same_values import differing
-from ..access.values import LiveValues
+from ..access.values import LiveValues, Values
 from ..ranks.collective import gather, is_alone, on_every_rank, on_first_rank, this_rank
 from ..state.condition import Need
 from . import bases, files, run_state, storage
 from .contents import MODEL, Contents, StreamedLoadPlanner, StreamedSavePlanner, Wanted, check_fits, contents_of
 from .files import FileRecord
-from .sites import CheckpointSite, FoundCheckpoint, HostsReader
+from .sites import INDEX, CheckpointSite, FoundCheckpoint, HostsReader
 
 
 def contents_of_stages(contents: Contents, stages: dist.ProcessGroup | None) -> list[Contents]:
@@ -91,11 +93,12 @@ def save(
     store = training.optimizer.store
     on_every_rank(store.wait_until_quiet, training.group)  # what stopped an update is said by all ranks
     with store.at_rest():
-        save = agree(training, tag, client_state)
-        return _write(root, save, CheckpointSite.of(training))
+        save = agree(training, tag, client_state, lambda: LiveValues(store, ahead=store.slots))
+        return write(root, save, CheckpointSite.of(training))
 
 
-def _write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
+def write(root: Path, save: AgreedSave, site: CheckpointSite) -> Path:
+    """Write a checkpoint that all ranks of a group have agreed on; return its folder."""
     with PartialFolder(root, save.tag, site) as partial:
         items = plan_items(partial, save.contents, site)
         with progress("writing the checkpoint", items.size_bytes) as advance:
@@ -123,8 +126,12 @@ def agree(
     training: run_state.TrainingParts,
     tag: str | None,
     client_state: Mapping[str, Any] | None,
+    values: Callable[[], Values],
 ) -> AgreedSave:
-    """See that all ranks can save what there is, and mean the same; every rank must call it, `at_rest`."""
+    """Look at what there is to save, and see that all ranks can and mean the same; every rank must call it, `at_rest`.
+
+    `values` gives what is saved of the state, when all of it has its place.
+    """
     store, group = training.optimizer.store, training.group
 
     def prepare() -> tuple[str, Contents]:
@@ -133,7 +140,7 @@ def agree(
         store.check(Need.STATE)
         store.table.check_layouts()
         store.place_trainable()
-        return own_tag, _contents_of(training, LiveValues(store, ahead=store.slots))
+        return own_tag, _contents_of(training, values())
 
     own_tag, contents = on_every_rank(prepare, group)
     if training.has_frozen is None:
@@ -183,6 +190,19 @@ class SavedIndex(NamedTuple):
 
     files: Mapping[str, bytes]
     of_ranks: Mapping[str, FileRecord]
+
+    def as_json(self) -> str:
+        """Return the same as text, for another process."""
+        return json.dumps([{name: b64encode(data).decode() for name, data in self.files.items()}, self.of_ranks])
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what another process made. ValueError: it is none, or has files that no index has."""
+        said, of_ranks = json.loads(text)
+        if said.keys() != set(INDEX):
+            raise ValueError(f"an index has the files {', '.join(INDEX)}, not {', '.join(said)}")
+        records = {str(name): FileRecord(*record) for name, record in of_ranks.items()}
+        return cls({name: b64decode(data) for name, data in said.items()}, records)
 
     def write(self, partial: Path) -> None:
         """Write them, and the list of all."""
@@ -281,7 +301,7 @@ def _load(
     return loaded
 
 
-def _contents_of(training: run_state.TrainingParts, values: LiveValues) -> Contents:
+def _contents_of(training: run_state.TrainingParts, values: Values) -> Contents:
     contents = contents_of(training.model, training.optimizer.store, values)
     contents.group_names.extend(run_state.names_of_groups(training.optimizer, contents))
     if training.has_frozen is False:

@@ -88,6 +88,10 @@ class PlannedItems(FileSystemWriter):
         """Return about how many bytes are written."""
         return sum(_size_of(item) for item in self.plan.items)
 
+    def keep_aside(self) -> None:
+        """Have what is in memory written as it is now, whatever becomes of it: see `StreamedSavePlanner.keep_aside`."""
+        self._planner.keep_aside(self.plan, self._folder)
+
     def write(self, advance: Callable[[int], None]) -> RankFile:
         """Write the items into one file and forget each at once: torch's writer holds on to one of every name."""
         name = f"{self.plan.storage_data.prefix}0.distcp"

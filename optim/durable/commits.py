@@ -12,11 +12,12 @@ import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
 from nvme_offload.offload.warn import warn_user
@@ -52,6 +53,21 @@ class _Agreed(NamedTuple):
     """Random: see `Commits.begin_history`."""
 
 
+class Background(Protocol):
+    """A checkpoint that is written in the background, of a step that `pin` keeps."""
+
+    @property
+    def progress(self) -> float:
+        """The share of it that is written, 0 to 1."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that it failed with."""
+
+    def join(self) -> None:
+        """Wait for its end."""
+
+
 class Commits:
     """Takes commits of one optimizer, one at a time: see `optim.durable.latest` for what holds meanwhile."""
 
@@ -67,6 +83,7 @@ class Commits:
         self.store = store
         self.durable = durable
         self._norm_group = norm_group
+        self._background: Background | None = None
         self._said: tuple[object, ...] | None = None
         """The latest cause that was said of commits that fail, until one lasts."""
         self._agreed = _Agreed()
@@ -81,7 +98,8 @@ class Commits:
     @property
     def stats(self) -> dict[str, Any]:
         """The fields of `OptimizerStats` about commits."""
-        return self.durable.latest.stats
+        progress = None if self._background is None else self._background.progress
+        return self.durable.latest.stats | {"checkpoint_progress": progress}
 
     @property
     def is_settled(self) -> bool:
@@ -215,6 +233,47 @@ class Commits:
         step = self.durable.latest.step
         assert step is not None
         return step
+
+    def pin(self, groups: Groups, engine: Mapping[str, Any] | None = None, step: int | None = None) -> Manifest:
+        """Have what there is now committed, and keep it until `unpin`, or until the process ends.
+
+        Every rank must call it; it holds on all of them, or on none. It raises as `commit` does, and OutOfSpaceError
+        if there is no room for what later steps write in its place.
+        """
+        store = self.store
+        self._check_between_steps()
+        with store.at_rest():
+            changed = not self.settle() or not self.run.committed or bool(self.run.extents.uncommitted)
+            changed = changed or any(self.durable.seal.is_changed(slot) for slot in store.slots)
+            if not self.ranks().all(not changed):
+                self.commit(groups, engine, step)
+            held: list[Manifest] = []
+            try:
+                self.ranks().together(lambda: held.append(self.run.pin_newest()))
+            except OSError:
+                if held:
+                    self.run.unpin_newest()
+                raise
+            return held[0]
+
+    def watch(self, background: Background) -> None:
+        """Say in `stats` how far this is, which reads the pinned step, until `end_background`."""
+        self._background = background
+
+    def end_background(self) -> BaseException | None:
+        """Wait for what is watched and give up the pinned step; return what it failed with, if it did."""
+        if (background := self._background) is None:
+            return None
+        background.join()
+        self.unpin()
+        return background.failure
+
+    def unpin(self) -> None:
+        """Give up what `pin` kept."""
+        self._background = None
+        with self.store.at_rest():
+            self.durable.latest.wait()
+            self.run.unpin_newest()
 
     def remove_snapshot(self, name: str) -> None:
         """Give up what `snapshot` kept, on every rank. KeyError: there is none of this name."""

@@ -153,6 +153,8 @@ class OptimizerStats:
     """Every how many steps the state of a durable run is rewritten; None where it ends with the process."""
     written_per_day: float | None = None
     """Bytes a day that go to drives, of all kinds, at the rate since the first step; None before the second."""
+    checkpoint_progress: float | None = None
+    """The share that is done of a checkpoint that is written in the background, 0 to 1; None where none is."""
     device_state_bytes: int = 0
     """Bytes of optimizer state that live on a device for good, and are updated there."""
     param_uses: int = 0
@@ -212,7 +214,7 @@ class OptimizerStats:
 
 _GAUGES = {
     *("achieved_depth", "num_subgroups", "staging_bytes", "state_bytes", "total_norm", "clip_coef", "committed_step"),
-    *("rewrite_every", "written_per_day"),
+    *("rewrite_every", "written_per_day", "checkpoint_progress"),
     *(f"{kind}_bytes" for kind in ("host_state", "device_state", "param_host", "grad_host")),
 }
 """Numbers that go up and down."""

@@ -26,6 +26,7 @@ from nvme_offload.offload.warn import door
 from nvme_offload.offload.weights.patch import WeightPatch
 from nvme_offload.offload.weights.writer import weight_items
 from ..checkpoint import save_load as checkpoint
+from ..checkpoint.background import begin_save
 from ..checkpoint.contents import Wanted
 from ..checkpoint.export import export_safetensors, save_adapter
 from ..checkpoint.run_state import TrainingParts
@@ -34,6 +35,7 @@ from ..durable.identity import ModelRecord
 from ..optimizer import OffloadOptimizer
 from ..precision.loss_scale import LossScaler
 from ..precision.plan import PrecisionPlan
+from ..ranks.collective import on_every_rank
 from ..ranks.peers import Peers
 from ..state.condition import Need
 from ..telemetry.stats import Span
@@ -136,6 +138,7 @@ class OffloadEngine:
                 module,
                 optimizer.store.table,
                 precision=precision_plan.mode,
+                rule=optimizer.rule.name,
                 stage=roles.pipeline.get_local_rank() if roles.pipeline is not None else 0,
             )
             optimizer.durable.commits.serve(record)
@@ -566,6 +569,8 @@ class OffloadEngine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
+        background: bool = False,
+        share: float = 0.25,
         frozen: bool | None = None,
     ) -> bool:
         """Write a checkpoint into the folder `tag` of `dir`, and make it the latest; every rank must call it.
@@ -576,6 +581,10 @@ class OffloadEngine:
             dir: a folder that all ranks share; made if it is missing.
             tag: by default ``global_step`` and the number of steps.
             client_state: what else to keep: anything that ``torch.load(weights_only=True)`` can load. Rank 0's counts.
+            background: return when the step is pinned, and write the same files while training goes on. Of a `durable`
+                run, which reserves the space of another step for this. `wait_for_checkpoint`, `close` and the next save
+                or load wait for it; ``stats().checkpoint_progress`` of the optimizer says how far it is.
+            share: of the time that writing in the background may take, above 0, at most 1.
             frozen: whether parameters that were always frozen are written. By default all but those that are read in
                 place: it notes their files, which a load must find as they were. With False, load ``strict=False``.
 
@@ -583,16 +592,38 @@ class OffloadEngine:
             True.
 
         Raises:
-            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there.
+            StateError: micro-batches of an unfinished step, a step that stopped halfway, or another run saving there;
+                `background` without a durable run.
+            OutOfSpaceError: there is no room to pin the step; nothing has begun.
             ValueError: the tag, `client_state` or something else cannot be saved; nothing was written.
             FileExistsError: something that is no checkpoint has this name.
             CheckpointWriteError, SwapIOError: the drive is full or failed, or a tier did. Nothing of it is left.
         """
+        if not 0 < share <= 1:
+            raise ValueError(f"save_checkpoint: share = {share!r} of the time; write a number above 0, at most 1")
         self._between_steps("save_checkpoint")
+        self._end_background()
         folder, training = _folder(dir, "save_checkpoint"), replace(self._training, has_frozen=frozen)
         with self._peers.named():
-            checkpoint.save(training, folder, tag, client_state)
+            if background:
+                self._save_in_background(training, folder, tag, client_state, share)
+            else:
+                checkpoint.save(training, folder, tag, client_state)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written in the background has its name; every rank must call it.
+
+        Raises:
+            CheckpointWriteError, SwapIOError, CorruptionError: what it failed with, on any rank: nothing of it is left.
+        """
+
+        def end() -> None:
+            if (failure := self._end_background()) is not None:
+                raise failure
+
+        with self._peers.named():
+            on_every_rank(end, self._group)
 
     @door
     def load_checkpoint(
@@ -624,6 +655,7 @@ class OffloadEngine:
             CheckpointError, ValueError: it is damaged, unsafe or does not fit; nothing was changed.
             SwapIOError: a tier failed on the way; load again.
         """
+        self._end_background()
         wanted = Wanted(strict, optimizer, lr_scheduler, counters)
 
         def go_on(found: checkpoint.Loaded) -> None:
@@ -636,6 +668,26 @@ class OffloadEngine:
             self.durable.client_state = loaded.client_state
             self.durable.commit()
         return str(loaded.path), loaded.client_state
+
+    def _save_in_background(
+        self,
+        training: TrainingParts,
+        root: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        share: float,
+    ) -> None:
+        commits = self.optimizer.durable.commits
+        manifest = commits.pin(self.optimizer.param_groups, self._part.taken(self.lr_scheduler), self.global_steps)
+        try:
+            save = begin_save(training, manifest, root, tag, client_state, share)
+        except BaseException:
+            commits.unpin()
+            raise
+        commits.watch(save)
+
+    def _end_background(self) -> BaseException | None:
+        return self.optimizer.durable.commits.end_background() if self.optimizer.is_durable else None
 
     def export_safetensors(
         self,
@@ -812,12 +864,14 @@ class OffloadEngine:
     def close(self) -> None:
         """Free memory and files, of activations too. Idempotent. The process group stays, for others may use it.
 
-        What an exception cuts short is done by the next call, or when nobody has the engine any more.
+        Waits for a checkpoint that is written in the background. What an exception cuts short is done by the next call,
+        or when nobody has the engine any more.
         """
         rest = finalize(self, self.optimizer.close)
         if self.activations is not None:
             self.activations.close()
         self._peers.close()
+        self._end_background()
         self.optimizer.close()
         rest.detach()
 

@@ -90,13 +90,27 @@ def test_a_file_that_is_none_of_ours_is_named_in_one_error(command, kind, tmp_pa
 
 
 RECORD = record(10, {"steps": 3, "achieved_depth": 1.0})
+RANK = {"rank": 0, "folders": ["a"], "copies": [["a"], [], 1], "steps": {"c": 1}, "model": "", "size_bytes": 1}
+RANK |= {"snapshots": [], "prepared": [], "unreadable": [], "committed_at": None, "owner": None, "problem": ""}
+LIST = {"name": "r", "num_ranks": 1, "hosts": {}, "ranks": [RANK]}
 BENCH = {"verified": True, "engine": {"direct": True}}
+OF_RANK = {
+    "rank": [HUGE, -1, "0"],
+    "steps": [[1], {"c": "x"}, None],
+    "copies": [[], [[], [], 1], 3, [["a"], [], HUGE]],
+    "owner": [{}, [], "me"],
+    "size_bytes": ["1", -1, HUGE],
+}
 ABSURD = {
     "top": (RECORD, {
         "time": [1e300, -1, "now", None], "started": [HUGE], "pid": [-1, [], None], "rank": [{}, "0", 1.5],
         "scalars": [[], {"steps": "3"}, {"steps": -1}, {"steps": 1, "achieved_depth": None}],
         "since": [{}, [1], {"seconds": HUGE}], "tiers": [None, {"a": 1}, {"a": {}}], "queue_depth": [0, HUGE],
         "optimizer": [None, ["[/]"]], "format": [ESCAPE, 2, HUGE, [], {}], "planned": [{"parameters": 3}],
+    }),
+    "runs": (LIST, {
+        "num_ranks": [HUGE, 10**9, -1], "name": [None], "hosts": [[], {"0": 1}],
+        "ranks": [[], *([RANK | {name: value}] for name, values in OF_RANK.items() for value in values)],
     }),
     "plan's bench": (BENCH, {"results": [[], {}, {"read": 1}, {"read": {"summary": []}}], "engine": [[], {}]}),
     "plan's model": (LLAMA, {
@@ -118,7 +132,8 @@ ABSURD = {
 )
 def test_a_document_with_an_absurd_value_is_named_in_one_error(command, document, tmp_path):
     file = tmp_path / f"given{SUFFIX.get(command, '')}"
-    file.write_text(json.dumps(document) + "\n")
+    as_list = [document] if command == "runs" else document
+    file.write_text(json.dumps(as_list) + "\n")
     assert "given" in one_error(*COMMANDS[command], file)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload import OffloadAdamW, StateError
-from nvme_offload.offload.durable.inventory import find_runs
+from nvme_offload.offload.durable.inventory import find_runs, remove_snapshot
 from nvme_offload.perf.runs import command
 from tests.support.durable_engine import durable, whole
 from tests.support.killed_steps import DTYPES, SHAPES, be_ready_to_fork, digest_of, durable_section, fork, gradients_of
@@ -217,10 +217,16 @@ def end_of(kind, path, variants, rank):
         (path / f"plain.{rank}").write_text(training.digest())
 
 
-def look_at_runs(path, name):
-    """List the runs."""
+def look_at_runs(path, name, chance):
+    """List the runs, and remove a snapshot of one at times; killed at some change to the drive."""
+    dying = DiesAtAChange(0, chance.randint(1, 4), after=chance.random() < 0.5)
     run = next((run for run in find_runs([path]) if run.name == name), None)
-    assert run is None or command._table([run])  # its life may have been killed before there was any of it
+    if run is None:  # its life was killed before there was any of it
+        return
+    assert command._table([run])
+    dying.counts = True
+    if run.snapshots and chance.random() < 0.3:
+        remove_snapshot(run, chance.choice(run.snapshots))
 
 
 class Histories:
@@ -351,7 +357,10 @@ def kill(root, kind, num_kills, seed):
         histories = Histories(root, kind, f"{kind}-{seed}-{rounds}", 1000 * seed + rounds)
         while not histories.live(killed=kills < num_kills):
             kills += 1
-            look_at_runs(root, histories.name)
+            pid = fork(partial(look_at_runs, root, histories.name, histories.chance))
+            status = os.waitpid(pid, 0)[1]
+            assert status in (0, signal.SIGKILL), f"{histories.name}: `offload runs` ended with {status}"
+            kills, inside = kills + bool(status), inside + ["offload runs"] * bool(status)
         expected = histories.plain_end()
         assert histories.end[1] == expected, f"{histories.name}: other bits at the end of {histories.end[0]}"
         inside += histories.inside

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nvme_offload import CheckpointWriteError, get_full_optimizer_state, initialize, set_full_optimizer_state
 from tests.support.build import section
+from tests.support.durable_run import offload_runs
 from tests.support.ranks import run_ranks
 from tests.support.resuming import MODES, fresh_engine, next_loss, scalars_of, steps_of
 from tests.support.sharded_model import assert_same, full_state
@@ -231,25 +232,32 @@ def save_buffers(rank, world_size, root, drive):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             engine.save_checkpoint(root, "waited")
+            engine.save_checkpoint(root, "beside", background=True)
+            engine.wait_for_checkpoint()
         told = [str(each.message) for each in said if "differ between ranks" in str(each.message)]
         assert all("2 buffers differ between ranks, such as model.1.running_mean" in each for each in told)
-        assert len(told) == (rank == 0)
+        assert len(told) == 2 * (rank == 0)
         engine.export_safetensors(root / "export")
         handed_on = {name: value for name, value in engine.weights("fp32") if name in mine}
         assert_same(buffers_of(engine), mine)  # its own go on
     with normed(drive) as engine:
         engine.resume()
         assert_same(buffers_of(engine), mine)
-    with normed(drive / "waited") as engine:
-        engine.load_checkpoint(root, "waited")
-        return mine, [handed_on, buffers_of(engine)]
+    found = [handed_on]
+    for tag in ("waited", "beside"):
+        with normed(drive / tag) as engine:
+            engine.load_checkpoint(root, tag)
+            found.append(buffers_of(engine))
+    return mine, found
 
 
 def test_buffers_are_the_first_ranks_in_files_for_all_and_each_ranks_own_in_a_durable_run(tmp_path):
     root, drive = tmp_path / "saved", tmp_path / "drive"
-    for folder in (drive, drive / "waited"):
+    for folder in (drive, drive / "waited", drive / "beside"):
         folder.mkdir()
     (first, found), (second, more) = run_ranks(save_buffers, 2, root, drive)
     assert not first["1.running_mean"].equal(second["1.running_mean"])
-    for buffers in (*found, *more, load_file(root / "export" / "model.safetensors")):
+    assert offload_runs("export", "run", tmp_path / "of-run", drive)[0] == 0
+    exports = [load_file(folder / "model.safetensors") for folder in (root / "export", tmp_path / "of-run")]
+    for buffers in (*found, *more, *exports):
         assert_same({name: buffers[name] for name in first}, first)

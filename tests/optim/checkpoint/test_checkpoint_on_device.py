@@ -11,8 +11,8 @@ CODE = f"import runpy, sys; sys.argv[0] = ''; runpy.run_module({MODULE!r}, run_n
 BF16 = {"bf16": {"enabled": True}}
 
 
-def section(**more):
-    kept = {"device": "nvme", "nvme_path": "DRIVE", "buffer_count": 2}
+def section(durable=None, **more):
+    kept = {"device": "nvme", "nvme_path": "DRIVE", "buffer_count": 2, **(durable or {})}
     return {
         "zero_optimization": {"stage": 3, "offload_optimizer": kept, "sub_group_size": 65536},
         "gradient_clipping": 0.05,
@@ -53,3 +53,11 @@ def test_state_on_the_device_in_memory_and_on_nvme(tmp_path, config):
         on_device, in_memory, in_all = run["kept"]
         assert (on_device > 0) == name.startswith("late")
         assert 0 < in_memory < in_all - on_device, "the rest is on NVMe"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [BF16, {}], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("log", [{}, {"rewrite_every": 3}], ids=["in turns", "a log"])
+def test_in_the_background(tmp_path, more, log):
+    """Of a durable run, whose state is on NVMe alone, while the next step is taken."""
+    assert_all_same(runs_of(tmp_path, section({"durable": True, **log}, **more)))

@@ -1,13 +1,55 @@
-"""A checkpoint is cut into boxes and pieces."""
+"""Boxes and pieces that a checkpoint is cut into, and ranks that say through a store what they have written."""
 
 import itertools
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from nvme_offload import CheckpointWriteError
+from nvme_offload.optim.checkpoint.background import Others
+from nvme_offload.optim.checkpoint.files import FileRecord
+from nvme_offload.optim.checkpoint.save_load import SavedIndex
 from nvme_offload.optim.layout.geometry import Part, boxes
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.layout.subgroup import Run
+
+
+def rank(number, save="now", store=dist.HashStore()):  # noqa: B008  # one for all
+    return Others(store, save, number, "saved/now.partial")
+
+
+def test_what_all_ranks_have_written_of_this_save_is_heard():
+    rank(1, "before").say("written", b"before")
+    rank(0).say("written", b"first")
+    with ThreadPoolExecutor() as threads:
+        heard = threads.submit(rank(0).heard, "written", range(2))
+        time.sleep(0.1)
+        assert not heard.done()
+        rank(1).say("written", b"second")
+        assert heard.result(60) == [b"first", b"second"]
+
+
+def test_what_another_rank_failed_with_is_raised():
+    rank(0, "failing").say("written")
+    rank(1, "failing").say_failed(OSError("no room"))
+    with pytest.raises(
+        CheckpointWriteError, match=r"saved/now\.partial failed: EIO.*on rank 1, host .*: OSError: no room"
+    ):
+        rank(0, "failing").heard("written", range(2))
+
+
+def test_the_index_that_ranks_say_is_text_and_names_no_file_of_others():
+    records = {"__0_0.distcp": FileRecord(7, "00", host="here")}
+    index = SavedIndex({".metadata": b"\x80\xff", "state.json": b"{}", "objects.pt": b""}, records)
+    assert SavedIndex.from_json(index.as_json()) == index
+    with pytest.raises(ValueError, match=r"not \.\./\.bashrc, state\.json, objects\.pt"):
+        SavedIndex.from_json(index.as_json().replace(".metadata", "../.bashrc"))
+    with pytest.raises(ValueError, match="Expecting value"):
+        SavedIndex.from_json(pickle.dumps("an index", 0).decode())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (5, 1), (1, 6), (3, 1, 4), (2, 3, 4)], ids=str)

@@ -14,6 +14,7 @@ import pytest
 
 from nvme_offload import ConfigError, FaultSpec, OffloadAdamW, ResumeError, SwapIOError
 from tests.optim.durable.test_durable_steps import train
+from tests.optim.durable.test_exported_runs import damage, exported
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.durable_run import offload_runs
 from tests.support.failing_drive import Op, fail, fail_to_sync, failing_copy, flip_bit
@@ -91,6 +92,25 @@ def test_either_drive_is_erased(drive, other, period):
         assert optimizer.durable.num_copies == 2
         train(optimizer, range(4))
     end_alike(drive, other, 4, 3, period)
+
+
+def test_what_is_damaged_on_one_drive_or_gone_with_it_is_exported_from_the_other(drive, other, tmp_path):
+    with fresh(drive, other, rewrite_every=3) as optimizer:
+        train(optimizer, range(3))
+    exported("run", tmp_path / "whole", drive, other)
+
+    def exports_the_same(number, *paths):
+        exported("run", tmp_path / str(number), *paths)
+        ours, theirs = (tmp_path / name / "model.safetensors" for name in (str(number), "whole"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    damage(folder_of(drive), "log")
+    with said():
+        exports_the_same(1, drive, other)
+    (folder_of(drive) / "run.json").write_text("{")
+    exports_the_same(2, drive, other)
+    shutil.rmtree(drive)
+    exports_the_same(3, other)
 
 
 @pytest.mark.parametrize(

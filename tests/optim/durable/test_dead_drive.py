@@ -198,7 +198,7 @@ def test_of_two_drives_the_one_whose_files_are_gone_is_lost_and_made_again_when_
 
 @pytest.mark.parametrize("when", ["while it goes on", "between two processes"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_what_only_says_which_run_it_is_is_made_again(when, copies, drive, other):
+def test_what_only_says_which_run_it_is_is_made_again(when, copies, drive, other, tmp_path):
     folder, other = drive / "nvme-durable-run-rank0", other if copies == 2 else None
     engine = durable("bf16", drive, "run", other=other)
     engine.durable.resume()
@@ -212,6 +212,9 @@ def test_what_only_says_which_run_it_is_is_made_again(when, copies, drive, other
     if when == "between two processes":
         paths = [drive] if other is None else [drive, other]
         assert "run.json is gone" in offload_runs(*paths)[1]
+        if other is None:
+            said = offload_runs("export", "run", tmp_path / "out", drive)[1]
+            assert "run.json: nothing was committed, or the file is gone: the run makes it again" in said
         engine = durable("bf16", drive, "run", other=other)
         assert engine.durable.resume()[0] == 2
     steps_until_settled(engine, 2, 4)

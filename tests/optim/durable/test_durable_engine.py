@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from nvme_offload import ResumeError, StateError, SwapIOError
 from tests.support.durable_engine import TIERS, assert_goes_on_to, durable, expected, settle, whole
@@ -15,19 +14,6 @@ from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import on_ranks
 from tests.support.resuming import steps_of
 from tests.support.sharded_model import assert_same
-
-
-@pytest.mark.usefixtures("alone")
-def test_gradients_that_were_logged_in_fp32_are_read_as_such(drive, monkeypatch):
-    monkeypatch.setitem(TIERS, "wide, logged", {"rewrite_every": 3, "data_types": {"grad_accum_dtype": "fp32"}})
-    with durable("bf16", drive, "run", "wide, logged") as engine:
-        steps_of(engine, 0, range(2))
-        assert {record.log_dtype for record in engine.optimizer.store.table} == {torch.float32}
-        before = whole(engine)
-    with durable("bf16", drive, "run", "wide, logged") as engine:
-        assert engine.resume() == (2, {})
-        assert_same(whole(engine)[0], before[0])
-
 
 QUICK = [("bf16", "state"), ("fp16", "state, logged"), ("bf16", "everything, logged")]
 SLOW = [("bf16", tiers) for tiers in TIERS if ("bf16", tiers) not in QUICK]  # other precisions: test_drawn_runs.py

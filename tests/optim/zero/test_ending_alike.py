@@ -110,7 +110,7 @@ def test_ranks_in_another_order_are_refused_with_the_place_of_each_directory(tmp
     assert run_ranks(in_their_own, 3, tmp_path) == [2, 2, 2], "nothing has changed"
 
 
-ROUNDS, MODES = 50, ("hidden", "durable", "watched", "durable and watched")
+ROUNDS, MODES = 50, ("hidden", "durable", "background", "watched", "background and watched")
 
 ENDS = """
 import os, sys, threading
@@ -142,11 +142,13 @@ def train(rank, mode, number):
     path = f"{folder}/{number}"
     os.makedirs(path, exist_ok=True)
     config = section(path, state="nvme", accumulation=1)
-    if mode.startswith("durable"):
+    if mode.startswith(("durable", "background")):
         config["zero_optimization"]["offload_optimizer"]["durable"] = "run"
     engine = make(config, num_layers=2, width=129)
     for step in range(2):
         train_step(engine, step, rank)
+    if "background" in mode:
+        engine.save_checkpoint(f"{folder}/saved{number}", background=True)
     train_step(engine, 2, rank)
     if "watched" in mode:  # not before: it takes a processor
         threading.Thread(target=watch, args=(engine.optimizer,), daemon=True).start()

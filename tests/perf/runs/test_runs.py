@@ -12,7 +12,7 @@ import pytest
 from nvme_offload.offload.durable import inventory
 from nvme_offload.offload.durable.inventory import find_runs
 from tests.perf.test_malformed import FILES
-from tests.support.durable_run import IDENTITY, committed, offload_runs
+from tests.support.durable_run import IDENTITY, SmallRun, committed, offload_runs
 from tests.support.failing_drive import dead
 
 
@@ -85,6 +85,16 @@ def test_ranks_resume_where_all_of_them_are(in_memory, monkeypatch):
     _, run, said = lines(in_memory)
     assert (run[2], run[5]) == ("0", "0..3 of 5")
     assert said == ["no directory of ranks 2, 4 (host there) is here"]
+    listings = [in_memory / "on a.json", in_memory / "on b.json"]
+    listings[0].write_text(offload_runs("--json", in_memory)[1])
+    shutil.move(in_memory / "nvme-durable-small-rank3", in_memory / "nvme-durable-small-rank4")
+    listings[1].write_text(offload_runs("--json", in_memory)[1])
+    for listed in (listings, [in_memory, listings[0]]):
+        _, run, said = lines(*listed)
+        assert (run[2], run[5], said) == ("0", "0..4 of 5", ["no directory of ranks 2 is here"])
+    listings[0].write_text("[{}]")
+    code, output = offload_runs(*listings)
+    assert (code, "is not of `offload runs --json`" in output) == (2, True), output
 
 
 def test_a_path_that_was_not_looked_at(small, paths):
@@ -133,6 +143,23 @@ def test_who_looks_while_another_removes_it_finds_what_is_left(small, paths, mon
 
     monkeypatch.setattr(inventory, "read_about", read_late)
     assert [run.ranks[0].problem[:5] for run in find_runs(paths)] == ["1 of "] * (2 - number)
+
+
+def test_removing_a_snapshot(small, paths):
+    small.commit("2", 8)
+    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 1  # it is alive
+    truth = small.truth
+    small.close()
+    code, output = offload_runs("remove", "small", *paths, "--snapshot", "others")
+    assert (code, "there are: kept" in " ".join(output.replace("│", " ").split())) == (2, True)
+    assert offload_runs("remove", "small", *paths, "--snapshot", "kept")[0] == 0
+    (run,) = find_runs(paths)
+    assert (run.step, run.ranks[0].snapshots) == (8, ())
+    again = SmallRun(paths)
+    assert again.run.snapshots == {}
+    again.adopt(again.run.found[0])
+    assert again.read() == truth["2"]
+    again.close()
 
 
 def test_what_others_put_there_stays_and_nothing_can_be_resumed(small, paths):

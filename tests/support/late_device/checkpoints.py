@@ -23,6 +23,7 @@ def run(device: str, folder: Path, section: dict[str, Any], start: Path | None) 
     """
     (folder / "drive").mkdir(parents=True)
     section = json.loads(json.dumps(section).replace("DRIVE", str(folder / "drive")))
+    is_background = section["zero_optimization"]["offload_optimizer"].get("durable", False)
     if device == "cpu":
         section.pop("device_budget", None)
     torch.manual_seed(0 if start is None else 1)
@@ -32,8 +33,9 @@ def run(device: str, folder: Path, section: dict[str, Any], start: Path | None) 
             _step(engine, device, 2)
         else:
             engine.load_checkpoint(start)
-        engine.save_checkpoint(folder / "saved")
-        _step(engine, device, 1)
+        engine.save_checkpoint(folder / "saved", background=is_background)
+        _step(engine, device, 1)  # behind the save, where that is in the background
+        engine.wait_for_checkpoint()
         stats = engine.optimizer.stats()
         digest = hashlib.sha256()
         for parameter in engine.module.parameters():
