@@ -24,8 +24,8 @@ class LatestChanges:
     """
 
     def __init__(self) -> None:
-        self.numbers: dict[int, tuple[int, bool]] = {}
-        """It has `first` and `wide` of `WeightMarks.begin` for parameters whose elements are in order."""
+        self.numbers: dict[int, tuple[int, bool] | None] = {}
+        """The number of the first element of a parameter, and whether they need int64; None: they are not in order."""
         self._kept: dict[int, dict[Run, Found]] = {}
         self._changes = -1
         self._step = self._begun = 0
@@ -121,13 +121,9 @@ class WeightMarks:
         self.latest.drop()
         self.num_begun += 1  # what was is gone
 
-    def begin(self, index: int, numel: int, first: int | None, *, wide: bool) -> None:
-        """Begin to mark what changes of a parameter.
-
-        Its elements have numbers from `first` on, which need int64 if they are `wide`; None: they are not in order.
-        """
-        if first is not None:
-            self.latest.numbers[index] = first, wide
+    def begin(self, index: int, numel: int, numbers: tuple[int, bool] | None) -> None:
+        """Begin to mark what changes of a parameter; see `LatestChanges.numbers`."""
+        self.latest.numbers[index] = numbers
         self._on_host[index] = torch.zeros(num_marks(numel), dtype=torch.int64, device="cpu")
         self.num_begun += 1
 

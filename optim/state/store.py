@@ -286,6 +286,7 @@ class StateStore(StepState):
         """Write what was changed, and give the memory of staging buffers and threads back until they are used."""
         with self.at_rest():
             self.check(Need.STATE)
+            self.table.marks.latest.drop()
             self.pipeline.park()
             self.blocks.park()
             self.kernels.end_workers()

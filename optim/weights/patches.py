@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,6 @@ from .whole import Sources, checked_cast, dtypes_in_files, planned
 _ALL = -1  # in place of a number of elements
 _INT32 = 2**31
 _TOGETHER = 16 << 20  # bytes of changes that ranks exchange at a time
-_parts: WeakKeyDictionary[ParamRecord, Part] = WeakKeyDictionary()
-"""The parts of parameters that this rank has, once they were asked for: torch computes them with tensors."""
 
 
 def version_of(body: StateBody, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> str:
@@ -165,15 +162,9 @@ def _begin(body: StateBody) -> None:
         if not is_born:  # what was born has sums of what its last update left
             record.note_written(run, record.copy_of(run), body.kernels, on_device=on_device)
     for index in new:
-        part, record = _part_of(body.table[index]), body.table[index]
-        first = part.first if part.is_rows else None
-        marks.begin(index, record.param.numel(), first, wide=record.leaf.numel() >= _INT32)
-
-
-def _part_of(record: ParamRecord) -> Part:
-    if record not in _parts:
-        _parts[record] = Part.of(record.leaf)
-    return _parts[record]
+        leaf = body.table[index].leaf
+        part, wide = Part.of(leaf), leaf.numel() >= _INT32
+        marks.begin(index, body.table[index].param.numel(), (part.first, wide) if part.is_rows else None)
 
 
 def _note_edits(body: StateBody) -> None:
@@ -230,10 +221,9 @@ class _Asked(NamedTuple):
         if not isinstance(digest, _Marked):
             return 0 if marks.digests.get(name) == digest else _ALL
         record, parts = self.body.table.of(tensor), parts_of(tensor)
-        if kept := self._kept(record):
-            found = sum(indices.numel() for indices, _ in kept)
-        else:
-            found = num_marked(marks.collected(record.index), record.param.numel())
+        kept = self._kept(record)
+        found = sum(indices.numel() for indices, _ in kept)
+        found = found if kept else num_marked(marks.collected(record.index), record.param.numel())
         if parts is not None and parts.stored.form.dtype is not self.dtypes[name]:
             # Masters are finer than what is stored: they may have changed without it.
             return 0 if not found and marks.digests.get(name) == digest else _ALL
@@ -288,11 +278,10 @@ class _Asked(NamedTuple):
     def _found(self, name: str, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a part has changed, and its values there; `flat` is its memory, perhaps with padding behind."""
         record, marks, dtype = self.body.table.of(self.tensors[name]), self.body.table.marks, self._index_dtype(name)
-        part, numel, kernels = _part_of(record), record.param.numel(), self.body.kernels
-        of_part = marks.collected(record.index)
-        if part.is_rows and is_host(flat.device):
-            return kernels.marked(of_part, numel, flat[:numel], first=part.first, wide=dtype is torch.int64)
-        at, _ = kernels.marked(of_part, numel)
+        numel, kernels, of_part = record.param.numel(), self.body.kernels, marks.collected(record.index)
+        if (numbers := marks.latest.numbers[record.index]) is not None and is_host(flat.device):
+            return kernels.marked(of_part, numel, flat[:numel], first=numbers[0], wide=numbers[1])
+        part, (at, _) = Part.of(record.leaf), kernels.marked(of_part, numel)
         indices, values = part.in_rows(at), flat[at.to(flat.device)].cpu()
         if [*part.order] != sorted(part.order):
             indices, order = indices.sort()
