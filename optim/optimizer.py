@@ -435,14 +435,17 @@ class OffloadOptimizer(Optimizer):
     def park(self) -> None:
         """Give memory back between two steps, while somebody else needs it: staging buffers, threads, freed heap.
 
-        State and parameters with a place on NVMe are there alone then; those that the section keeps in memory stay.
-        Whoever uses any of it takes memory again, with the same bits. After an exception call it again, or go on.
+        State and parameters with a place on NVMe are there alone then; those that the section keeps in memory stay. A
+        durable run waits until its latest step lasts on this rank. Whoever uses any of it takes memory again, with the
+        same bits. After an exception call it again, or go on.
 
         Raises:
             SwapIOError: something could not be written; it is still in memory.
             StateError: a step or a load stopped halfway.
         """
         self.synchronize()
+        if self._commits is not None:
+            self._commits.wait()
         self.store.park()
         gc.collect()
         trim_heap()

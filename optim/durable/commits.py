@@ -169,7 +169,7 @@ class Commits:
         on this rank to the caller.
         """
         latest = self.durable.latest
-        state = self._wait()
+        state = self.wait()
         lasts = state is not CommitState.FAILED
         if latest.failure is not None and not (lasts or quietly):
             self._say_failed(latest.failure)
@@ -189,7 +189,8 @@ class Commits:
             logger.warning("commits succeed again: %s", self._last)
         return lasts
 
-    def _wait(self) -> CommitState:
+    def wait(self) -> CommitState:
+        """Wait until the latest commit lasts on this rank, or has failed here, which the next step says."""
         latest, store = self.durable.latest, self.store
         if latest.state is CommitState.PENDING and not store.is_closed:
             store.end_updates()
@@ -288,7 +289,7 @@ class Commits:
         latest = self.durable.latest
         if not self.store.is_closed:
             self.store.end_begun()
-        self._wait()
+        self.wait()
         if latest.failure is not None:
             warn_user(
                 f"step {self.step} was the latest, and is not committed ({self._last}): {latest.failure}",
