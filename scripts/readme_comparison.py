@@ -1,7 +1,7 @@
 """The README's comparison, from a saved result: `python -m scripts.readme_comparison [RESULT.json]`.
 
 Without a file it takes the newest of perf/results. The table goes between its marks in the README, the picture, which
-its first screen shows, to docs/pictures/comparison.png, with the name of the result in its metadata.
+its first screen shows, to docs/pictures/comparison.svg, with the name of the result in it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot: no display is needed
-
-import matplotlib.pyplot as plt
-
 from nvme_offload.perf.experiments.compare import Contender, Seen, notes
 from nvme_offload.perf.experiments.gpt import parse_size
 from nvme_offload.perf.experiments.peers.worker import Ended, Order
 from nvme_offload.perf.measure.comparison import Quad
 from nvme_offload.perf.measure.machine import describe
 from nvme_offload.perf.measure.results import RESULTS, table
+from scripts.picture import PICTURES, Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
+PICTURE = PICTURES / "comparison.svg"
 BEGIN, END = "<!-- generated: python -m scripts.readme_comparison -->", "<!-- end -->"
 WIDTH = 100
-COLOURS = {"ours": "#e6550d"}
-OTHERS = "#9ecae1"
 
 
 @dataclass(frozen=True)
@@ -107,26 +100,21 @@ def block(result: Result, name: str) -> str:
 
 
 def draw(all_found: list[Seen], path: Path, source: str) -> None:
-    """Save bars: seconds of an iteration, and peak memory, of all who trained; `source` stands in the metadata."""
-    trained = [found for found in all_found if found.ended is not None][::-1]
-    names = [found.contender.text for found in trained]
-    colours = [COLOURS.get(found.contender.name, OTHERS) for found in trained]
-    figure, (seconds, memory) = plt.subplots(1, 2, figsize=(11.5, 0.7 + 0.45 * len(names)), layout="constrained")
-    values = (
-        (seconds, [median(found.seconds) for found in trained], "seconds per iteration"),
-        (memory, [found.ended.peak_bytes / 2**30 for found in trained if found.ended], "peak memory, GiB"),
-    )
-    for axes, numbers, title in values:
-        bars = axes.barh(names, numbers, color=colours)
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.margins(x=0.15)
-        for side in ("top", "right", "bottom"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(labelsize=9, bottom=False, labelbottom=False)
-    memory.set_yticklabels([])
-    figure.savefig(path, dpi=110, metadata={"Source": source})
-    plt.close(figure)
+    """Save bars of all who trained, seconds of an iteration and peak memory; `source` stands in the file."""
+    trained = {
+        found.contender: (median(found.seconds), found.ended.peak_bytes / 2**30) for found in all_found if found.ended
+    }
+    picture = Picture("An iteration: seconds, and GiB of memory at most")
+    picture.legend({"compute": "seconds", "read": "peak memory, GiB"})
+    scales = [(400 - 60) / max(values) for values in zip(*trained.values(), strict=True)]
+    for contender, values in trained.items():
+        picture.y += 4
+        picture.line(contender.text, "ink bold" if contender.name == "ours" else "ink")
+        for kind, value, scale in zip(("compute", "read"), values, scales, strict=True):
+            end = picture.stack([(kind, value)], scale, height=12)
+            picture.text(end + 6, picture.y + 11, f"{value:.2f}")
+            picture.y += 14
+    picture.save(path, source)
 
 
 def main() -> None:
@@ -136,7 +124,6 @@ def main() -> None:
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     README.write_text(f"{before}{BEGIN}\n{block(result, path.stem)}\n{END}{after}", encoding="utf-8")
-    PICTURE.parent.mkdir(exist_ok=True)
     draw(result.found, PICTURE, path.stem)
     sys.stdout.write(f"{README.name} and {PICTURE.relative_to(ROOT)} have {path.stem}\n")
 

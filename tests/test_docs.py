@@ -102,6 +102,29 @@ def test_prose_has_at_most_100_columns(page):
     assert not [line for line in lines if len(line) > 100 and " " in CODE_SPAN.sub("", line).strip("- ")]
 
 
+def test_pictures_can_be_read_on_a_phone_in_light_and_dark():
+    """A terminal's is as small as its 80 columns. Each picture stands on a page, with words for those who see none."""
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", prose(page))
+    }
+    assert shown == set((ROOT / "docs" / "pictures").iterdir())
+    for picture in (each for each in shown if each.stem != "top"):
+        text = picture.read_text(encoding="utf-8")
+        (width,) = (float(each) for each in re.findall(r'viewBox="0 0 (\d+) ', text))
+        assert 400 / width * min(float(each) for each in re.findall(r"font:(\d+)px", text)) >= 11, picture
+        assert (
+            max(float(x) + float(wide) for x, wide in re.findall(r'<rect.* x="([\d.]+)".* width="([\d.]+)"', text))
+            <= width
+        )
+        light, dark = (
+            dict(re.findall(r"\.(\w+)\{color:(#\w+)\}", part)) for part in text.split("prefers-color-scheme")
+        )
+        assert {*re.findall(r'class="(\w+)', text)} <= light.keys() == dark.keys()
+        assert light["ink"] != dark["ink"]
+
+
 @by_page
 def test_named_functions_exist(page):
     for path, name in claims(page):

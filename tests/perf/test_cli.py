@@ -11,7 +11,7 @@ import nvme_offload
 from nvme_offload.perf import cli
 from tests.support.forked import printed
 
-HEAVY = {"torch", "matplotlib", "numpy", "pydantic", "nvme_offload.offload", "nvme_offload.perf.bench"}
+HEAVY = {"torch", "numpy", "pydantic", "nvme_offload.offload", "nvme_offload.perf.bench"}
 """Loaded with the command that needs them; torch alone takes seconds."""
 
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,11 @@ from nvme_offload.perf.experiments.peers.worker import Order, model_of, work
 from nvme_offload.perf.measure.on_device import copied_bytes
 from nvme_offload.perf.plan.machine import Drives, Machine
 from scripts import card
+from scripts import readme_comparison as readme
 from tests.perf.experiments.running import found, said
 from tests.support.late_device.module import late_device
 
 SIZE = "1x64"
-
-
-@pytest.fixture
-def readme():
-    return import_module("scripts.readme_comparison")  # it imports matplotlib, which takes a second
 
 
 def compared(*options, folder, status=0):
@@ -32,7 +27,7 @@ def compared(*options, folder, status=0):
 
 
 @pytest.mark.slow
-def test_ours_beside_a_run_in_memory(readme, tmp_path):
+def test_ours_beside_a_run_in_memory(tmp_path):
     compared("--with", "memory", "--save", tmp_path / "saved", folder=tmp_path)
     file = next((tmp_path / "saved").glob("*.json"))
     ours, memory = json.loads(file.read_text())["results"]
@@ -86,7 +81,7 @@ def test_distances(tmp_path):
     assert distance(tmp_path / "half", tmp_path / "end", SIZE) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_the_readme_has_the_latest_result_and_its_picture(readme):
+def test_the_readme_has_the_latest_result_and_its_picture():
     """`python -m scripts.readme_comparison` writes both."""
     path = readme.newest()
     said = readme.README.read_text(encoding="utf-8").partition(readme.BEGIN)[2].partition(readme.END)[0]

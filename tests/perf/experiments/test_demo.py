@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 
-import matplotlib.image
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -82,11 +81,9 @@ def test_the_picture_of_the_readme_shows_something(finished, tmp_path):
     step, shown = timeline.median_iteration(bars)
     assert 0 <= min(bar.start for bar in shown if bar.kind == "forward") < step.start < step.end
     assert {"forward", "backward", "read", "compute", "write"} <= {bar.kind for bar in shown if bar.start < step.end}
-    timeline.draw(bars, tmp_path / "timeline.png")
-    picture = matplotlib.image.imread(tmp_path / "timeline.png")
-    assert picture.shape[0] > 400
-    assert picture.shape[1] > 1000
-    assert len({tuple(colour) for colour in picture[::3, ::3, :3].reshape(-1, 3).tolist()}) > 20
+    timeline.draw(bars, tmp_path / "timeline.svg", "a test")
+    kinds = re.findall(r'<rect class="(\w+)"', (tmp_path / "timeline.svg").read_text(encoding="utf-8"))
+    assert {"forward", "backward", "read", "compute", "write"} <= set(kinds)
 
 
 def test_the_runs_trained_by_turns(finished, runs):
