@@ -42,7 +42,7 @@ figure p{margin:.3rem 0 0}.tiles{display:flex;flex-wrap:wrap;gap:1rem;padding:0;
 list-style:none}.legend i{display:inline-block;width:.9em;height:.9em;margin-right:.3em}
 table{border-collapse:collapse;width:100%}th{text-align:left;font-weight:400}th,td{padding:.1rem .5rem .1rem 0}
 .bars td:nth-child(2){width:60%}.bars td i{display:block;height:1em}polyline{stroke-width:2;
-vector-effect:non-scaling-stroke}polyline.b{stroke-dasharray:7 5}.bars td:last-child{white-space:nowrap}
+vector-effect:non-scaling-stroke}polyline+polyline{stroke-dasharray:7 5}.bars td:last-child{white-space:nowrap}
 """
 
 
