@@ -147,10 +147,10 @@ class ShardParts(ABC):
 
     def offered(self, gathered: torch.Tensor) -> Offered:
         """Return for how long what was gathered is there, if no cast has made a copy of it."""
-        stored, address = self.stored, gathered.data_ptr()
+        stored = self.stored
         if isinstance(stored, ResidentShard):
-            return Offered(stays=stored.values.data_ptr() == address)
-        if isinstance(stored, TieredShard) and is_host(stored.device) and stored.view().data_ptr() == address:
+            return Offered(stays=stored.form.dtype is gathered.dtype)
+        if isinstance(stored, TieredShard) and is_host(stored.device) and _is_at(stored.view(), gathered):
             return Offered(lend=stored.lend)
         return Offered()
 
@@ -441,3 +441,10 @@ def _is_own_data(param: torch.Tensor, value: torch.Tensor) -> bool:
     if isinstance(own, SplitTensor):
         return isinstance(other, SplitTensor) and other.parts is own.parts and other.shape == own.shape
     return own.shape == other.shape and own.data_ptr() == other.data_ptr()
+
+
+def _is_at(view: torch.Tensor, gathered: torch.Tensor) -> bool:
+    try:
+        return view.data_ptr() == gathered.data_ptr()
+    except RuntimeError:
+        return False  # a transform of torch.func has wrapped it: it has no memory of its own
