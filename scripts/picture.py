@@ -1,4 +1,4 @@
-"""What all pictures of the pages share: one SVG for light and dark, whose colours follow the page that shows it.
+"""Draw the pictures of the pages: one SVG serves light and dark, and its colours follow the page that shows it.
 
 A picture is 400 units wide and has letters of 13, so that they can be read on a phone.
 """
