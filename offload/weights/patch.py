@@ -2,10 +2,13 @@
 
 In a folder each patch is a safetensors file, and ``versions.json`` names them in the order in which they follow. A
 file gets its name when it is whole, and the index names it only then: whoever reads at any moment finds a chain.
+Where a weight has few changes, the file has `values` and `gaps`: how many elements lie between two that changed, in
+bytes (so a change of 16 bits takes 3 bytes, not 6 as with indices of 32 bits).
 """
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +29,7 @@ from .reader import SafetensorsReader
 from .writer import entry_of
 
 INDEX = "versions.json"
+_FURTHER = 255  # a byte of gaps that says: so many elements on, and no change there
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice
 _versions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The versions of models that patches were applied to."""
@@ -198,7 +202,7 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
         parts = {change.name: change.values.view(change.shape)} if change.indices is None else {}
         if change.indices is not None:
             sparse[change.name] = change.shape
-            parts = {f"{change.name}:indices": change.indices, f"{change.name}:values": change.values}
+            parts = {f"{change.name}:gaps": _gaps_of(change.indices), f"{change.name}:values": change.values}
         for name, tensor in parts.items():
             content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             file.write(content)
@@ -209,6 +213,22 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
     file.seek(0)
     file.write(struct.pack("<Q", room) + json.dumps(header, separators=(",", ":")).encode().ljust(room))
     return {"sha256": digest.hexdigest(), "sparse": sparse}
+
+
+def _gaps_of(indices: torch.Tensor) -> torch.Tensor:
+    """Return uint8 for increasing indices [n]: for each the elements since the one before it, by bytes of _FURTHER."""
+    between = torch.diff(indices.cpu().long(), prepend=torch.tensor([-1])) - 1
+    ends = torch.cumsum(between // _FURTHER + 1, 0) - 1
+    gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _FURTHER, dtype=torch.uint8)
+    gaps[ends] = (between % _FURTHER).to(torch.uint8)
+    return gaps
+
+
+def _indices_of(gaps: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
+    """Undo `_gaps_of`, for a weight of this shape."""
+    ends = (gaps != _FURTHER).nonzero().view(-1)
+    indices = torch.cumsum(gaps, 0, dtype=torch.int64)[ends] + torch.arange(len(ends))
+    return indices.to(torch.int32 if math.prod(shape) < 2**31 else torch.int64)
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:
@@ -246,14 +266,14 @@ def _opened(folder: Path, link: Mapping[str, Any]) -> WeightPatch:
     path, sparse = folder / link["file"], link["sparse"]
     stored = SafetensorsReader(path)
     kinds = {name: (torch.Size(shape), stored.tensors[f"{name}:values"].dtype) for name, shape in sparse.items()}
-    parts = {f"{name}:{part}" for name in sparse for part in ("indices", "values")}
+    parts = {f"{name}:{part}" for name in sparse for part in ("gaps", "values")}
     kinds |= {name: (torch.Size(each.shape), each.dtype) for name, each in stored.tensors.items() if name not in parts}
 
     def changes() -> Iterator[WeightChange]:
         with closing(stored):
             _verify(stored, path, link["sha256"])
             for name, (shape, dtype) in kinds.items():
-                at = stored.read(f"{name}:indices") if name in sparse else None
+                at = _indices_of(stored.read(f"{name}:gaps"), shape) if name in sparse else None
                 values = stored.read(f"{name}:values" if name in sparse else name)
                 yield WeightChange(name, tuple(shape), dtype, values, at)
 

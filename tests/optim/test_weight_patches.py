@@ -293,6 +293,24 @@ def test_a_broken_chain_or_file_is_refused_and_a_whole_patch_heals_it(tmp_path):
         apply_patch(nn.Linear(2, 2), folder)
 
 
+def test_a_file_takes_three_bytes_for_each_changed_word_and_more_only_where_they_lie_far_apart(tmp_path):
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(400_000).bfloat16())})
+    apart = torch.tensor([1, 1, 254, 255, 256, 257, 510, 511, 512, 100_000, *[27] * 10_000])
+    changed = torch.cumsum(apart, 0) - 1
+    before = copy.deepcopy(model)
+    with OffloadAdamW(model.parameters(), lr=1.0, weight_decay=0.0, offload=section(tmp_path)) as optimizer:
+        version = optimizer.weights_version
+        save_patch(optimizer.weights(model, since=""), tmp_path / "patches")
+        model.weight.grad = torch.zeros_like(model.weight).index_fill_(0, changed, 1.0)
+        optimizer.step()
+        file = save_patch(optimizer.weights(model, since=version), tmp_path / "patches")
+    bytes_of_gaps = len(apart) + int(((apart - 1) // 255).sum())
+    assert file.stat().st_size < bytes_of_gaps + 2 * len(apart) + 4096
+    assert int((model.weight != before.weight).sum()) == len(apart)
+    apply_patch(before, tmp_path / "patches", at=version)
+    assert torch.equal(bits(before.weight), bits(model.weight))
+
+
 WRITES = """
 import sys
 from pathlib import Path
