@@ -234,8 +234,24 @@ def weights(names, drive):
     assert server.calls == ["pause", "send", "resume"] * 2 + ["shutdown"]
 
 
+def readme(names, drive):
+    section = write_section(drive, bf16={"enabled": True})
+    section["zero_optimization"]["offload_optimizer"]["durable"] = "my-run"
+    engine = initialize(small(), section)
+    with engine:
+        yield {
+            "engine": engine,
+            "batches": torch.randn(3, 4, 8),
+            "loss_of": lambda model, rows: model(rows).float().sum(),
+        }
+        assert (engine.global_steps, engine.client_state) == (3, {"position": 3})
+    dist.destroy_process_group()
+    removed = CliRunner().invoke(cli.app, ["runs", "remove", "my-run", str(drive)])
+    assert removed.exit_code == 0, removed.output
+
+
 PAGES = {
-    "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
+    "README.md": readme, "docs/configuration.md": configuration, "docs/durable.md": durable, "docs/hazards.md": hazards,
     "docs/hugging_face.md": hugging_face, "docs/sharding.md": sharding, "docs/watching.md": watching,
     "docs/weights.md": weights,
 }  # fmt: skip
