@@ -430,6 +430,42 @@ def test_a_state_of_an_enum_changes_in_its_class():
     assert not found, f"{found}: give the class a table of transitions and one method that makes them"
 
 
+def changes_of_state(tree):
+    """(enum, member, Class.method) of each call of become() that names a member; (None, None, ...) of any other."""
+    for kind in [node for node in nodes_of(tree) if isinstance(node, ast.ClassDef)]:
+        for method in (node for node in kind.body if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(method) if isinstance(node, ast.Call)):
+                if getattr(call.func, "attr", "").lstrip("_") == "become":
+                    given = [each for arg in call.args for each in branches(arg)]
+                    members = [(node.value.id, node.attr) for node in given if getattr(node, "attr", "").isupper()]
+                    yield from ((*member, f"{kind.name}.{method.name}") for member in members or [(None, None)])
+
+
+def branches(value):
+    return (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+
+
+def state_tables():
+    """Enum, old and new of each change that a table allows, and the rows under it: STATE -> STATE [who does it]."""
+    for table, text in (pair for path in SOURCES for pair in pairwise(parsed(path).body)):
+        if isinstance(table, ast.Assign) and ast.unparse(table.targets[0]) == "_MAY_FOLLOW":
+            follow = zip(table.value.keys, table.value.values, strict=True)
+            allowed = {(old.attr, new.attr) for old, those in follow for new in getattr(those, "elts", ())}
+            rows = re.findall(r"^(\w+) -> (\w+) \[(.+?)\]", text.value.value, re.MULTILINE)
+            yield table.value.keys[0].value.id, allowed, rows
+
+
+def test_each_change_of_a_state_is_named_under_its_table():
+    done = {change for path in SOURCES for change in changes_of_state(parsed(path))}
+    tables = [*state_tables()]
+    assert {enum for enum, _, _ in tables} >= {member.split(".")[0] for member, _, _ in done if member}
+    for enum, allowed, rows in tables:
+        assert {(old, new) for old, new, _ in rows} == allowed
+        named = {(new, doer) for _, new, those in rows for doer in those.split(", ")}
+        assert {doer for _, doer in named} <= {doer for _, _, doer in done}
+        assert {(member, doer) for its, member, doer in done if its == enum} <= named
+
+
 def test_callbacks_are_handed_to_constructors():
     aliases = {
         node.targets[0].id

@@ -38,6 +38,16 @@ _MAY_FOLLOW = {
     ActivationResidency.COMING: {ActivationResidency.BOTH, ActivationResidency.TIER},
     ActivationResidency.BOTH: {ActivationResidency.TIER},
 }
+"""Which residency may follow which, and who sees to it:
+
+MEMORY -> LEAVING [ActivationStore._write]
+LEAVING -> TIER [ActivationStore._end_copy]: the staging buffers have it all
+LEAVING -> MEMORY [ActivationStore._come_back]: the drive does not take it
+TIER -> COMING [ActivationStore._read]
+COMING -> BOTH [ActivationStore._arrive]
+COMING -> TIER [ActivationStore._fetch]: the read has failed
+BOTH -> TIER [ActivationStore._send_off]: its memory is given up, and nothing is written again
+"""
 
 
 @dataclass(kw_only=True)

@@ -57,9 +57,25 @@ _MAY_FOLLOW = {
     Residency.DIRTY: {Residency.WRITING, Residency.UNBORN},
     Residency.WRITING: {Residency.STAGED, Residency.DIRTY},
 }
-"""Which residency may follow which. UNBORN follows where the bytes are given up for good (`Mover.forget`); ON_TIER
-follows it where a run that ended has left them (`StepPipeline.adopt`). ON_TIER with a buffer: somebody works
-on what is in the buffer, which counts from STAGED or DIRTY on."""
+"""Which residency may follow which, and who sees to it:
+
+UNBORN -> DIRTY [BlockCache._bring, StepPipeline.will_change, SwapOut.move]: somebody fills the buffer
+UNBORN -> HOST [StepPipeline._at_home]
+UNBORN -> ON_TIER [StepPipeline.adopt]: a run that ended has left the bytes there
+ON_TIER -> READING [Mover.start_read]
+READING -> STAGED [Mover.settle]
+READING -> ON_TIER [Mover.settle, Mover.halt]: the read has failed, or was not waited for
+STAGED -> DIRTY [BlockCache._bring]
+STAGED -> ON_TIER [Mover.give_up, Mover.forget, StepPipeline.begin_change]
+ON_TIER -> DIRTY [StepPipeline.will_change, BlockCache._bring]: what is in the buffer counts from here on
+ON_TIER -> STAGED [StepPipeline._catch_up]: the buffer has what the log makes of the bytes
+DIRTY -> WRITING [Mover.start_write]
+WRITING -> STAGED [Mover.settle]
+WRITING -> DIRTY [Mover.settle, Mover.halt]: the write has failed, or was not waited for
+DIRTY -> UNBORN [Mover.forget]: the bytes are given up for good
+ON_TIER -> UNBORN [Mover.forget]
+HOST -> UNBORN [Mover.forget]
+"""
 
 _EVICTABLE = (Residency.STAGED, Residency.ON_TIER, Residency.UNBORN)
 

@@ -38,6 +38,14 @@ _MAY_FOLLOW = {
     CopyState.LOST: {CopyState.LOST, CopyState.CATCHING_UP},
     CopyState.CATCHING_UP: {CopyState.LOST, CopyState.WHOLE},
 }
+"""Which state may follow which, and who sees to it:
+
+WHOLE -> LOST [DriveCopies.lose, DriveCopies.set_aside]
+LOST -> CATCHING_UP [DriveCopies.begin_to_write]
+LOST -> LOST [DriveCopies.set_aside]: a copy that a run begins without is of an earlier time, too
+CATCHING_UP -> WHOLE [DriveCopies.note_whole]
+CATCHING_UP -> LOST [DriveCopies.lose]
+"""
 
 
 class DriveCopies:

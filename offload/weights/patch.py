@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..devices.device import HOST
 from ..errors import StateError, WeightsError
 from ..sync import make_folder, sync_file, sync_folder
 from ..user_path import user_path
@@ -217,9 +218,9 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
 
 def _gaps_of(indices: torch.Tensor) -> torch.Tensor:
     """Return uint8 for increasing indices [n]: for each the elements since the one before it, by bytes of _FURTHER."""
-    between = torch.diff(indices.cpu().long(), prepend=torch.tensor([-1])) - 1
+    between = torch.diff(indices.cpu().long(), prepend=torch.tensor([-1], device=HOST)) - 1
     ends = torch.cumsum(between // _FURTHER + 1, 0) - 1
-    gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _FURTHER, dtype=torch.uint8)
+    gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _FURTHER, dtype=torch.uint8, device=HOST)
     gaps[ends] = (between % _FURTHER).to(torch.uint8)
     return gaps
 
@@ -227,7 +228,7 @@ def _gaps_of(indices: torch.Tensor) -> torch.Tensor:
 def _indices_of(gaps: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
     """Undo `_gaps_of`, for a weight of this shape."""
     ends = (gaps != _FURTHER).nonzero().view(-1)
-    indices = torch.cumsum(gaps, 0, dtype=torch.int64)[ends] + torch.arange(len(ends))
+    indices = torch.cumsum(gaps, 0, dtype=torch.int64)[ends] + torch.arange(len(ends), device=gaps.device)
     return indices.to(torch.int32 if math.prod(shape) < 2**31 else torch.int64)
 
 

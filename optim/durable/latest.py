@@ -47,7 +47,17 @@ _MAY_FOLLOW = {
     CommitState.LASTING: {CommitState.SETTLED},
     CommitState.FAILED: {CommitState.SETTLED},
 }
-"""These states may follow a state."""
+"""Which state may follow which, and who sees to it:
+
+SETTLED -> PENDING [LatestCommit.take]
+PENDING -> UNDER_WAY [LatestCommit.begin]
+UNDER_WAY -> LASTING [LatestCommit.wait]: the manifest is on the drive
+LASTING -> SETTLED [LatestCommit.settle]
+SETTLED -> FAILED [LatestCommit.fail]: nothing could be taken
+PENDING -> FAILED [LatestCommit.fail]: the updates stopped, or a write could not begin
+UNDER_WAY -> FAILED [LatestCommit.fail]: a write, a flush or the manifest has failed
+FAILED -> SETTLED [LatestCommit.settle]: the commit before counts, on all ranks
+"""
 _ENDS_TURN = (CommitState.UNDER_WAY, CommitState.FAILED)
 
 

@@ -29,14 +29,26 @@ from .condition import Condition, Need, StepPhase
 from .slots import SlotRecord
 
 _MAY_FOLLOW = {
-    StepPhase.BEGUN: {StepPhase.RUNNING, StepPhase.SPOILT},
+    StepPhase.BEGUN: {StepPhase.SPOILT},
     StepPhase.RUNNING: {StepPhase.BEHIND, StepPhase.SPOILT, StepPhase.DONE},
     StepPhase.BEHIND: {StepPhase.STOPPED, StepPhase.SPOILT, StepPhase.DONE},
     StepPhase.STOPPED: {StepPhase.SPOILT, StepPhase.DONE},
     StepPhase.SPOILT: set(),
     StepPhase.DONE: set(),
 }
-"""These phases may follow a phase. If what was guessed in BEGUN is taken back, its record goes."""
+"""Which phase may follow which, and who sees to it. A record that is BEGUN goes: it is taken back, or `step()` makes
+one that is RUNNING, which has what it has.
+
+BEGUN -> SPOILT [ForGood.drop, Inbox.take_in, StepJob._update, StepJob._goes_on]
+RUNNING -> BEHIND [Stepper._leave_to_worker]
+RUNNING -> DONE [Stepper._go_on]: nothing is left for behind the step
+RUNNING -> SPOILT [Stepper._leave_to_worker]: a kernel was cut off
+BEHIND -> DONE [StepJob._finish]
+BEHIND -> STOPPED [StepJob.give_up]
+BEHIND -> SPOILT [StepJob._update, StepJob._goes_on, StepJob.give_up]: a gradient has changed, or a kernel was cut off
+STOPPED -> DONE [Stepper._go_on]: `finish_step`
+STOPPED -> SPOILT [StepRecord.note_overwritten]: a parameter that waits for its update has another value
+"""
 
 _LACKS = {
     StepPhase.BEGUN: {Need.STATE, Need.PARAMS, Need.REST_OF_STEP},
