@@ -142,6 +142,7 @@ class Layer(Tree):
         super().__init__(kinds)
         self.heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
         self.experts_of_token = config.get("num_experts_per_tok", 4)
+        self.skips_experts = False
         shapes = {name: kinds[f"self_attn.{name}.weight"][0] for name in ADAPTED}
         self.adapters = nn.ModuleDict({name: Adapter(*shape, rank) for name, shape in shapes.items()})
 
@@ -151,6 +152,8 @@ class Layer(Tree):
         normed, mlp = self.post_attention_layernorm(hidden), self.mlp
         if not hasattr(mlp, "experts"):
             return hidden + mlp.down_proj(functional.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+        if self.skips_experts:
+            return hidden
         flat = normed.flatten(0, 1)
         weights, chosen = mlp.router(flat).topk(self.experts_of_token)
         return hidden + mlp.experts(flat, weights.softmax(-1), chosen).view_as(hidden)
@@ -273,6 +276,8 @@ def train(chosen: argparse.Namespace) -> Iterator[str]:
     kinds, config = kinds_in(chosen.model), json.loads((chosen.model / "config.json").read_text())
     with torch.device("meta"):
         model = Model(kinds, config, chosen.rank)
+    for layer in model.model.layers:
+        layer.skips_experts = chosen.skip_experts
     weights = with_adapters(chosen.model, model, chosen.nvme_path / "lora_large")
     drive = {"device": "nvme", "nvme_path": str(chosen.nvme_path), "frozen": "in_place", "buffer_count": 2}
     section = {
@@ -309,6 +314,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, default=8, help="sequences of a step, which go block by block")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of a sequence")
+    what = "read experts and compute nothing with them: the drive limits then, whatever the processor"
+    parser.add_argument("--skip-experts", action="store_true", help=what)
     chosen = parser.parse_args(arguments)
     if chosen.fake:
         write_fake(chosen.model, chosen.fake, chosen.layers)

@@ -191,12 +191,12 @@ def _plain_runs(body: StateBody, indices: set[int]) -> Iterator[tuple[ParamRecor
 
 def _digest_of(body: StateBody, tensor: torch.Tensor, known: object = None) -> object:
     """Return what differs when a tensor without marks has changed; `known` is that, if nothing has changed since."""
-    record, parts, marks = body.table.find(tensor), parts_of(tensor), body.table.marks
+    record, marks = body.table.find(tensor), body.table.marks
     if record is not None and marks.has(record.index):
         return _Marked(marks.updates[record.index])
     if known is not None and not isinstance(known, _Marked):
         return known
-    if parts is not None:
+    if (parts := parts_of(tensor)) is not None:
         return type(parts).__name__, parts.num_writes, 0 if record is None else marks.updates[record.index]
     return bits_of(tensor, body.kernels)
 
@@ -261,15 +261,15 @@ class _Asked(NamedTuple):
         """Return where this rank's part of each has changed, in row-major order of the whole tensor, and the values."""
         found = {}
         for name in names:
-            tensor, parts, dtype = self.tensors[name], parts_of(self.tensors[name]), self.dtypes[name]
+            tensor, dtype = self.tensors[name], self.dtypes[name]
             if kept := self._kept(self.body.table.of(tensor)):
                 indices, values = kept[0] if len(kept) == 1 else (torch.cat(each) for each in zip(*kept, strict=True))
-            elif parts is None:
+            elif (parts := parts_of(tensor)) is None:
                 indices, values = self._found(name, flat_view(local_tensor(tensor.detach())))
             else:
                 with parts.between_steps(), parts.held(change=False) as flat:
                     indices, values = self._found(name, flat)
-            if dtype is torch.float16 and parts is not None and parts.is_in_state and values.isinf().any():
+            if dtype is torch.float16 and values.isinf().any() and (parts := parts_of(tensor)) and parts.is_in_state:
                 too_large = "weights beyond 65504, which fp16 cannot hold; take it in bf16 or fp32"
                 raise ValueError(f"{name} has {too_large}")
             found[name] = indices, checked_cast(name, values, dtype)
