@@ -1,6 +1,7 @@
-"""These figures are of a device: memory that was reserved there, bytes that were copied to it and from it."""
+"""These figures are of a device: memory reserved there, how often the host waits for it, bytes copied both ways."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,36 @@ def reset_peak_reserved_bytes(device: torch.device) -> None:
     """Let the peak begin anew at what is reserved now."""
     if not is_host(device):
         torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def queue_of(device: str, side: int) -> Callable[[], None]:
+    """Return a function that queues products of matrices with so many rows: what follows them comes late."""
+    square = torch.ones(side, side, device=device)
+    product = torch.empty_like(square)
+
+    def queue() -> None:
+        for _ in range(20):
+            torch.mm(square, square, out=product)
+
+    return queue
+
+
+def costs_of(device: torch.device, *works: Callable[[], object]) -> tuple[int, list[int]]:
+    """Do works in turn; return the bytes that the device reserves for them, and how often the host waits in each."""
+    module, waits = torch.get_device_module(device), list[int]()
+    wait_for_all(device)
+    module.empty_cache()
+    before = module.memory_reserved(device)
+    reset_peak_reserved_bytes(device)
+    module.set_sync_debug_mode("warn")
+    try:
+        for work in works:
+            with warnings.catch_warnings(record=True, action="always") as said:
+                work()
+            waits.append(sum("called a synchronizing" in str(each.message) for each in said))
+    finally:
+        module.set_sync_debug_mode("default")
+    return peak_reserved_bytes(device) - before, waits
 
 
 def copied_by(device: torch.device, work: Callable[[], object]) -> tuple[int, int] | None:

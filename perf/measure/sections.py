@@ -20,24 +20,23 @@ def section(
     path: Path | None,
     *,
     state: Mapping[str, Any] = {},
-    params: int = 0,
-    grads: int = 0,
+    params: int | str = 0,
+    grads: int | str = 0,
     sub_group_size: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Make a section of stage 3 with the optimizer's state on a drive, or without a path all of it in host memory.
 
     `state` is keys of `offload_optimizer` on a drive; `params` and `grads` are staging buffers of what is on the drive,
-    too, or 0.
+    too, or 0, or the name of another device.
     """
     drive = {"device": "nvme", "nvme_path": str(path)}
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"} if path is None else {**drive, **state}}
     if sub_group_size is not None:
         zero["sub_group_size"] = sub_group_size
-    if params and path is not None:
-        zero["offload_param"] = {**drive, "buffer_count": params}
-    if grads and path is not None:
-        more["offload_gradients"] = {**drive, "buffer_count": grads}
+    for place, key, where in ((zero, "offload_param", params), (more, "offload_gradients", grads)):
+        if where:
+            place[key] = {"device": where} if isinstance(where, str) else {**drive, "buffer_count": where}
     return {"zero_optimization": zero, **more}
 
 

@@ -4,34 +4,52 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from nvme_offload.offload.progress import say
 from nvme_offload.offload.units import format_bytes
 from ..doctor.command import examine
 from ..doctor.findings import Level
+from ..measure.bits import LeftOutError, WrongError
 from ..measure.child import Child, ChildFailedError, Send, Work
 from ..measure.command_line import Json, KnobError, check_folder, failures_in_words
 from ..measure.machine import device_here, environment, facts_of
+from ..measure.trainings import Site
 from . import engines, optimizers
-from .outcome import LeftOutError, Outcome, Site, WrongError, exit_status
 
 LIMIT = 480.0  # seconds after which a check counts as failed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A check came to this."""
+
+    name: str
+    status: Literal["ok", "wrong", "failed", "left out"]
+    """Wrong: something else than what is promised was found. Failed: the check did not come to an end."""
+    found: str
+    seconds: float
+    log: tuple[str, ...] = ()  # what a check that failed said last
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it is not as it should be."""
+        return self.status in ("wrong", "failed")
 
 
 def machine(site: Site) -> str:
     """Nothing stands in the way, as `offload doctor` finds: an error of it would stop a run when it starts."""
     report = examine([site.folder])
-    if report.level is Level.ERROR:
-        errors = [each for group in report.groups for each in group.findings if each.level is Level.ERROR]
+    if errors := [each for group in report.groups for each in group.findings if each.level is Level.ERROR]:
         raise WrongError("; ".join(f"{each.check}: {each.found}" for each in errors))
     return report.summary()
 
@@ -71,12 +89,12 @@ def outcome_of(name: str, site: Site) -> Outcome:
     return Outcome(name=name, seconds=time.monotonic() - began, **found)
 
 
-def outcomes_of(site: Site, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Outcome]:
-    """Make checks, and give what each came to; `say` is called with the name of a check that begins."""
+def outcomes_of(site: Site, names: Iterable[str]) -> Iterator[Outcome]:
+    """Make checks, and give what each came to; the name of one that begins is said."""
     with TemporaryDirectory(prefix="verify-") as folder, ExitStack() as stack:
         log, child = Path(folder) / "log", None
         for name in names:
-            say(name)
+            say(f"{name} ...")
             if child is None:
                 child = stack.enter_context(Child(WORK, log))
                 child.tell(site)
@@ -87,10 +105,9 @@ def outcomes_of(site: Site, names: Sequence[str], say: Callable[[str], None]) ->
             except ChildFailedError as error:
                 stack.close()
                 child, said = None, tuple(log.read_text(errors="replace").strip().splitlines()[-12:])
-                took = time.monotonic() - began
                 # The file goes with its folder: its last line is in the report.
                 text = ": ".join([str(error).removesuffix(f"; see {log}"), *said[-1:]])
-                yield Outcome(name=name, status="failed", found=text, seconds=took, log=said)
+                yield Outcome(name=name, status="failed", found=text, seconds=time.monotonic() - began, log=said)
 
 
 def verify(
@@ -109,28 +126,27 @@ def verify(
     Exit status: 0 all is as it should be, 1 something is not, 2 an option is wrong.
     """
     with failures_in_words():
-        device = device_here()
-        site = Site(device="cpu" if device is None else device.type, folder=path.absolute(), large=device is not None)
         if unknown := set(only or ()) - CHECKS.keys():
             raise KnobError("only", f"{', '.join(sorted(unknown))}: choose of {', '.join(CHECKS)}")
-        names = [name for name in CHECKS if name in (only or CHECKS)]
-        check_folder("path", site.folder)
+        device, folder = device_here(), path.absolute()
+        check_folder("path", folder)
         accelerator = None if device is None else facts_of(device)
-        say = Console(stderr=True)
-        say.print(where(accelerator), highlight=False, soft_wrap=True)
-        outcomes = list(outcomes_of(site, names, lambda name: say.print(f"{name} ...", highlight=False)))
+        say(where(accelerator))
+        site = Site(device="cpu" if device is None else device.type, folder=folder, large=device is not None)
+        outcomes = list(outcomes_of(site, [name for name in CHECKS if name in (only or CHECKS)]))
+        exit_status = int(any(outcome.is_bad for outcome in outcomes))
         document = {
             "accelerator": accelerator,
-            "environment": environment([site.folder]),
+            "environment": environment([folder]),
             "checks": [dataclasses.asdict(outcome) for outcome in outcomes],
             "summary": summary(outcomes),
-            "exit_status": exit_status(outcomes),
+            "exit_status": exit_status,
         }
-        if as_json:
-            typer.echo(json.dumps(document, default=str))
-        else:
-            show(outcomes, Console())
-    raise typer.Exit(exit_status(outcomes))
+    if as_json:
+        typer.echo(json.dumps(document, default=str))
+    else:
+        show(outcomes, Console())
+    raise typer.Exit(exit_status)
 
 
 _STYLES = {"ok": "green", "wrong": "bold red", "failed": "bold red", "left out": "yellow"}
@@ -140,8 +156,7 @@ def where(accelerator: Mapping[str, Any] | None) -> str:
     """Return what was verified, in a line."""
     if accelerator is None:
         return "No GPU: the CPU path is verified, which says nothing of a GPU"
-    memory = accelerator["memory_bytes"]
-    size = f", {format_bytes(memory)}" if memory else ""
+    size = f", {format_bytes(memory)}" if (memory := accelerator["memory_bytes"]) else ""
     return f"{accelerator['count']} x {accelerator['name']}{size}"
 
 
@@ -156,7 +171,7 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return how many came to what, and which are not as they should be."""
-    bad = [outcome.name for outcome in outcomes if outcome.status in ("wrong", "failed")]
+    bad = [outcome.name for outcome in outcomes if outcome.is_bad]
     left_out = [outcome.name for outcome in outcomes if outcome.status == "left out"]
     said = f"{len(outcomes) - len(bad) - len(left_out)} of {len(outcomes)} checks are as they should be"
     said += f"; left out: {', '.join(left_out)}" if left_out else ""

@@ -1,97 +1,18 @@
 """An optimizer makes the same bits of given gradients on every device and tier, whatever goes on around it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nvme_offload import (
-    OffloadAdagrad,
-    OffloadAdam,
-    OffloadAdamW,
-    OffloadLion,
-    OffloadOptimizer,
-    OffloadSGD,
-    TensorSwapper,
-)
+from nvme_offload import TensorSwapper
 from nvme_offload.offload.devices.device import current_of, page_lock
 from nvme_offload.offload.host.region import HostRegion
-from nvme_offload.optim.telemetry.stats import OptimizerStats
-from ..measure import sections
-from .outcome import Bits, LeftOutError, Site, WrongError, must_be_near, must_equal
-
-SHAPES = ((1,), (7,), (251, 257), (65535,), (65536,), (65537,), (2, 3, 5, 7), (200_003,))
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-OPTIMIZERS: Mapping[str, Callable[..., OffloadOptimizer]] = {
-    "AdamW": partial(OffloadAdamW, lr=1e-3, weight_decay=0.1),
-    "Adam": partial(OffloadAdam, lr=1e-3, weight_decay=0.1),
-    "Lion": partial(OffloadLion, lr=1e-4, weight_decay=0.1),
-    "SGD": partial(OffloadSGD, lr=1e-2, momentum=0.9, nesterov=True),
-    "Adagrad": partial(OffloadAdagrad, lr=1e-2),
-}
-SCALE = 1024.0
-Params = Sequence[nn.Parameter]
-
-
-def section(drive: str | None, **more: Any) -> dict[str, Any]:
-    """A section with the optimizer's state in a folder, or without one in host memory."""
-    state = {"staging_budget": "64MiB"}
-    return sections.section(Path(drive) if drive else None, state=state, **{"sub_group_size": 65536, **more})
-
-
-def values_of(shape: Sequence[int], seed: int, scale: float) -> torch.Tensor:
-    """Random numbers that are the same on every machine, fp32 on the CPU."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu") * scale
-
-
-def trained(
-    device: str,
-    site: Site | None = None,
-    *,
-    optimizer: str = "AdamW",
-    before: Callable[[Params, int], object] = lambda params, step: None,
-    scaler: torch.amp.GradScaler | None = None,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
-    steps: int = 4,
-    **keys: Any,
-) -> tuple[Bits, OptimizerStats]:
-    """Take steps over parameters of awkward sizes on a device, one of which has no gradient each time.
-
-    State is on the drive of a site, or in host memory; `keys` are further ones of the section. `before` is called with
-    the parameters and the number of the step when gradients are there; `scaler` takes steps. Right behind each step a
-    parameter is read, and the memory of gradients, which copies may still be reading, is taken again.
-    """
-    params, bits = list[nn.Parameter](), dict[str, torch.Tensor]()
-    for number, shape in enumerate(shapes):
-        values = values_of(shape, number, 0.05).to(dtypes[number % len(dtypes)])
-        params.append(nn.Parameter(values.to(device)))
-    folder = site.drive() if site else nullcontext()
-    with folder as drive, OPTIMIZERS[optimizer](params, offload=section(drive, **keys)) as made:
-        for step in range(steps):
-            for number, param in enumerate(params):
-                grad = values_of(param.shape, 1000 * step + number, 0.1).to(param.dtype).to(device)
-                param.grad = None if number == step and len(params) > 1 else grad
-            before(params, step)
-            if scaler is None:
-                made.step()
-            else:
-                scaler.step(made)
-                scaler.update()
-            bits[f"behind step {step}"] = params[-1].detach().clone()
-            made.zero_grad()
-            junk = [torch.full_like(param, 7.0) for param in params]
-        del junk
-        bits |= {f"parameter {number}": param.detach().cpu() for number, param in enumerate(params)}
-        for number, entries in made.state_dict()["state"].items():
-            bits |= {f"{name} of {number}": torch.as_tensor(value, device="cpu") for name, value in entries.items()}
-        return bits, made.stats()
+from ..measure.bits import LeftOutError, WrongError, must_be_near, must_equal, values_of
+from ..measure.on_device import queue_of
+from ..measure.trainings import OPTIMIZERS, Params, Site, section_at, trained
 
 
 def update(site: Site) -> str:
@@ -111,16 +32,15 @@ def update(site: Site) -> str:
 
 def clipping(site: Site) -> str:
     """One norm, one factor, wherever state is; with torch's own clipping, too."""
-    _, expected = trained("cpu", gradient_clipping=0.5)
-    (on_nvme, stats), (in_memory, _) = (trained(site.device, its, gradient_clipping=0.5) for its in (site, None))
-    must_equal(on_nvme, in_memory, "clipped, on NVMe and in memory")
-    must_be_near(stats.total_norm, expected.total_norm, "the norm on the device")
 
     def by_torch(params: Params, step: int) -> None:
         nn.utils.clip_grad_norm_([param for param in params if param.grad is not None], 0.5)
 
-    (on_nvme, _), (in_memory, _) = (trained(site.device, its, before=by_torch) for its in (site, None))
-    must_equal(on_nvme, in_memory, "clipped by torch, on NVMe and in memory")
+    ways: dict[str, dict[str, Any]] = {"clipped by torch": {"before": by_torch}, "clipped": {"gradient_clipping": 0.5}}
+    for what, way in ways.items():
+        (on_nvme, stats), (in_memory, _) = (trained(site.device, its, **way) for its in (site, None))
+        must_equal(on_nvme, in_memory, f"{what}, on NVMe and in memory")
+    must_be_near(stats.total_norm, trained("cpu", **way)[1].total_norm, "the norm on the device")
     return f"norm {stats.total_norm:.6g}"
 
 
@@ -129,21 +49,21 @@ def scaler(site: Site) -> str:
 
     They are not bf16: there torch 2.11 has no operator on CUDA that looks for infinities (torch/amp/grad_scaler.py).
     """
-    dtypes = (torch.float16, torch.float32)
-    for bad_step, skipped, scale in ((-1, 0, SCALE), (2, 1, SCALE / 2)):
-        grad_scaler = torch.amp.GradScaler(site.device, init_scale=SCALE, growth_interval=1000)
+    dtypes, full = (torch.float16, torch.float32), 1024.0
+    for bad_step, skipped, scale in ((-1, 0, full), (2, 1, full / 2)):
+        grad_scaler = torch.amp.GradScaler(site.device, init_scale=full, growth_interval=1000)
         grad_scaler.scale(torch.zeros(1, device=site.device))
 
         def scaled(params: Params, step: int, bad_step: int = bad_step) -> None:
             grads = [param.grad for param in params if param.grad is not None]
             for grad in grads:
-                grad.mul_(SCALE)
+                grad.mul_(full)
             if step == bad_step:
                 grads[-1].view(-1)[-1] = math.inf
 
         bits, stats = trained(site.device, site, before=scaled, scaler=grad_scaler, dtypes=dtypes)
         if not skipped:
-            must_equal(bits, trained(site.device, dtypes=dtypes)[0], f"gradients scaled by {SCALE:g}")
+            must_equal(bits, trained(site.device, dtypes=dtypes)[0], f"gradients scaled by {full:g}")
         if (stats.skipped_steps, grad_scaler.get_scale()) != (skipped, scale):
             raise WrongError(f"{stats.skipped_steps} steps skipped for {skipped}, scale {grad_scaler.get_scale()}")
     return "the same bits; a step with inf is skipped"
@@ -151,7 +71,7 @@ def scaler(site: Site) -> str:
 
 def swapper(site: Site) -> str:
     """Tensors with gaps and transposed ones come back from the drive as they were."""
-    with site.drive() as drive, TensorSwapper(section(drive)) as swap:
+    with section_at(site) as section, TensorSwapper(section) as swap:
         for number in range(12):
             there = values_of((96, 1537), number, 1.0).to(site.device)
             given = there.t() if number % 2 else there[:, ::2]
@@ -166,14 +86,13 @@ def swapper(site: Site) -> str:
 def races(site: Site) -> str:
     """Whoever must wait waits: gradients come at the end of a long queue, and readers right behind the step."""
     side, numel = (4096, 8_000_000) if site.large else (64, 300_000)
-    busy = torch.ones(side, side, device=site.device)
+    queue = queue_of(site.device, side)
 
     def late(params: Params, step: int) -> None:
         for param in params:
             assert param.grad is not None
             there, param.grad = param.grad, torch.full_like(param, math.nan)
-            for _ in range(20):
-                torch.mm(busy, busy)
+            queue()
             param.grad.copy_(there)
 
     size: dict[str, Any] = {"shapes": ((numel,),), "steps": 12}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
-from nvme_offload.perf.verify.command import work
-from nvme_offload.perf.verify.outcome import Outcome
+from nvme_offload.perf.verify.command import Outcome, work
 
 
 def broken(told: Any, send: Any) -> None:

@@ -33,7 +33,7 @@ from ...measure.machine import (
 )
 from ...measure.on_device import copied_by, peak_reserved_bytes, reset_peak_reserved_bytes
 from ...measure.sections import MODES, merged, section
-from ...verify.engines import full
+from ...measure.trainings import full
 from ..gpt import CONTEXT, ByteGPT, batches, load_corpus, parse_size
 
 SEED = 0
