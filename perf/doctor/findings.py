@@ -5,6 +5,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from typing import Any, Self
 
 from rich.console import Console
@@ -44,17 +45,9 @@ class Finding:
         """The same as something to know or to change; there is always a meaning."""
         return replace(self, level=level, meaning=meaning, remedy=remedy)
 
-    def note(self, meaning: str, remedy: str = "") -> Self:
-        """The same as a note."""
-        return self.at(Level.NOTE, meaning, remedy)
-
-    def warning(self, meaning: str, remedy: str = "") -> Self:
-        """The same as a warning."""
-        return self.at(Level.WARNING, meaning, remedy)
-
-    def error(self, meaning: str, remedy: str = "") -> Self:
-        """The same as an error."""
-        return self.at(Level.ERROR, meaning, remedy)
+    note = partialmethod(at, Level.NOTE)
+    warning = partialmethod(at, Level.WARNING)
+    error = partialmethod(at, Level.ERROR)
 
 
 def saw(check: str, found: str) -> Finding:

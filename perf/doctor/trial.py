@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import logging.handlers
 import os
 import signal
 import struct
@@ -22,6 +23,7 @@ from nvme_offload.offload.host.page_cache import cached_pages
 from nvme_offload.offload.host.proc import mount_of, read
 from nvme_offload.offload.storage.swap_file import reported_alignment
 from nvme_offload.offload.units import KiB
+from ..measure.bits import values_of
 from ..measure.child import Child, ChildFailedError, Send
 
 LIMIT = 300.0  # seconds after which a trial counts as failed
@@ -30,6 +32,7 @@ _COMMITTED, _WATCHED, _LAST = 2, 4, 6  # the steps before the kill, those before
 _FIEMAP, _SYNC, _LAST_EXTENT = 0xC020660B, 0x1, 0x1  # linux/fiemap.h
 _HEAD, _EXTENT = struct.Struct("=QQLLLL"), struct.Struct("=QQQQQLLLL")
 _MOST_EXTENTS = 4096
+_MOST_WARNINGS = 10_000
 _UNIT = 1024  # the smallest block of the file systems that say it
 
 
@@ -76,8 +79,9 @@ def trial(told: Iterator[Any], send: Send) -> None:
     """Try the site that is told. All that is killed is forked before this process computes anything."""
     site: TrialSite = next(told)
     torch.set_num_threads(1)
-    seen, handler = TrialSeen(), _Said()
-    logging.getLogger("nvme_offload").addHandler(handler)
+    seen, warned = TrialSeen(), logging.handlers.BufferingHandler(_MOST_WARNINGS)
+    warned.setLevel(logging.WARNING)
+    logging.getLogger("nvme_offload").addHandler(warned)
     for engine in site.engines:
         if failure := _killed(site, engine):
             seen.failures[engine] = failure
@@ -89,18 +93,7 @@ def trial(told: Iterator[Any], send: Send) -> None:
             _move_tensor(site, engine)
         except Exception as error:
             seen.failures[engine] = f"{type(error).__name__}: {error}"
-    send("seen", replace(seen, said=list(dict.fromkeys(handler.texts))))
-
-
-class _Said(logging.Handler):
-    """Keeps what the run warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+    send("seen", replace(seen, said=list(dict.fromkeys(record.getMessage() for record in warned.buffer))))
 
 
 def _section(site: TrialSite, engine: str, **offload: Any) -> dict[str, Any]:
@@ -123,9 +116,8 @@ def _run(site: TrialSite, engine: str) -> OffloadAdamW:
 
 def _steps(optimizer: OffloadAdamW, first: int, last: int) -> None:
     for number in range(first, last):
-        generator = torch.Generator().manual_seed(number)
         for param in optimizer.param_groups[0]["params"]:
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = values_of(param.shape, number, 1.0).to(param.dtype)
         optimizer.step()
 
 
