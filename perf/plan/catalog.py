@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import typer
 
 from .machine import MachineError
-from .shape import LinearSize, ModelShape, ShapeError
+from .shape import ModelShape, ShapeError, linears_of
 
 REACHED = 0.4
 """Share of a card's operations that training reaches: what large runs report is 0.35 to 0.5."""
@@ -128,17 +128,9 @@ def model_of(name: str) -> ModelShape:
         raise ShapeError(
             f"{name}: there is no such file; give a config.json, its folder, or one of {', '.join(MODELS)}"
         )
-    hidden, attention = (
-        found.hidden,
-        [
-            LinearSize("q_proj", (found.queries, found.hidden)),
-            LinearSize("k_proj", (found.keys, found.hidden)),
-            LinearSize("v_proj", (found.keys, found.hidden)),
-            LinearSize("o_proj", (found.hidden, found.queries)),
-        ],
-    )
-    up, down = (found.intermediate, hidden), (hidden, found.intermediate)
-    mlp = [LinearSize("gate_proj", up), LinearSize("up_proj", up), LinearSize("down_proj", down)]
+    hidden, keys, wide = found.hidden, (found.keys, found.hidden), (found.intermediate, found.hidden)
+    attention = linears_of(q=(found.queries, hidden), k=keys, v=keys, o=(hidden, found.queries))
+    mlp = linears_of(gate=wide, up=wide, down=wide[::-1])
     expert = sum(rows * columns for _, (rows, columns) in mlp)
     router = hidden * found.experts
     layer = tuple(rows * columns for _, (rows, columns) in attention)
@@ -146,7 +138,7 @@ def model_of(name: str) -> ModelShape:
     vocabulary = found.vocab * hidden
     is_end = 2 * vocabulary >= sum(layer)  # see `find_ends`
     # Fused experts are parameters and no linear layers: all-linear passes them over.
-    linears = tuple(attention if found.experts else attention + mlp)
+    linears = attention if found.experts else attention + mlp
     return ModelShape(
         name=name,
         layers=(layer,) * found.layers,

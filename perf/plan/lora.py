@@ -14,10 +14,6 @@ FULL_BITS = 16.0
 """Bits of an element of a base that is not packed."""
 
 
-class LoraError(ValueError):
-    """``--lora`` cannot be read; says how it is written."""
-
-
 @dataclass(frozen=True)
 class Lora:
     """LoRA (Hu et al., arXiv:2106.09685): each chosen matrix gets two trained ones, of `rank` rows and columns."""
@@ -30,7 +26,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``r=16``, ``r=16,bits=4.25`` or ``r=16,targets=q_proj+v_proj``. Raises LoraError."""
+        """Read ``r=16``, ``r=16,bits=4.25`` or ``r=16,targets=q_proj+v_proj``. Raises typer.BadParameter."""
         found = dict(re.findall(r"(?:^|,)(r|bits|targets)=([^,]+)", text))
         try:
             rank, bits = int(found["r"]), found.get("bits")
@@ -38,9 +34,11 @@ class Lora:
                 rank, None if bits is None else float(bits), tuple(filter(None, found.get("targets", "").split("+")))
             )
         except (LookupError, ValueError):
-            raise LoraError(f"--lora {text}: write r=16, r=16,bits=4.25 or r=16,targets=q_proj+v_proj") from None
+            how = "write r=16, r=16,bits=4.25 or r=16,targets=q_proj+v_proj"
+            raise typer.BadParameter(f"--lora {text}: {how}") from None
         if lora.rank < 1 or not 1 <= (lora.bits or FULL_BITS) <= 32 or len(found) != text.count("="):
-            raise LoraError(f"--lora {text}: r is 1 or more, bits is 1 to 32, and nothing else is known but targets")
+            what = "r is 1 or more, bits is 1 to 32, and nothing else is known but targets"
+            raise typer.BadParameter(f"--lora {text}: {what}")
         return lora
 
     def takes(self, name: str) -> bool:
@@ -71,18 +69,11 @@ def bits_of_config(said: Mapping[str, Any]) -> float:
     return float(_BITS_OF_METHOD.get(method, FULL_BITS))
 
 
-def _parsed(text: str) -> Lora:
-    try:
-        return Lora.parse(text)
-    except LoraError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 LoraOption = Annotated[
     Lora | None,
     typer.Option(
         "--lora",
-        parser=_parsed,
+        parser=Lora.parse,
         metavar="r=N[,bits=B][,targets=A+B]",
         help="Train adapters of this rank; all else is frozen.",
     ),

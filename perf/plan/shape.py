@@ -136,11 +136,12 @@ class ModelShape:
         if layer_numel < 1:
             what = f"an embedding of {vocab_size:,} x {hidden_size:,} leaves nothing for {num_layers} layers"
             raise ShapeError(f"--params {num_params:,}: {what}; give a smaller --vocab or --hidden")
+        square, wide = (hidden_size, hidden_size), (4 * hidden_size, hidden_size)
         return cls(
             name=f"{num_params / 1e9:.3g} B parameters",
             layers=((layer_numel,),) * num_layers,
             rest=(rest,) if (rest := num_params - num_layers * layer_numel) else (),
-            linears=(_plain_linears(hidden_size, 4 * hidden_size),) * num_layers,
+            linears=(linears_of(q=square, k=square, v=square, o=square, up=wide, down=wide[::-1]),) * num_layers,
             hidden_size=hidden_size,
             intermediate_size=4 * hidden_size,
             vocab_size=vocab_size,
@@ -259,10 +260,9 @@ def _linears(block: torch.nn.Module) -> tuple[LinearSize, ...]:
     return tuple(LinearSize(name, (rows, columns)) for name, columns, rows in found if rows and columns)
 
 
-def _plain_linears(hidden: int, intermediate: int) -> tuple[LinearSize, ...]:
-    """Return the linear layers of a layer with 12 x hidden^2 parameters."""
-    square = [LinearSize(f"{name}_proj", (hidden, hidden)) for name in "qkvo"]
-    return (*square, LinearSize("up_proj", (hidden, intermediate)), LinearSize("down_proj", (intermediate, hidden)))
+def linears_of(**sides: tuple[int, int]) -> tuple[LinearSize, ...]:
+    """Return linear layers with names as models have them, of the sides of q, k, v, o, gate, up and down."""
+    return tuple(LinearSize(f"{name}_proj", each) for name, each in sides.items())
 
 
 def _sizes(modules: Iterable[torch.nn.Module], taken: set[torch.nn.Parameter]) -> tuple[tuple[int, ...], ...]:

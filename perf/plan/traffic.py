@@ -12,7 +12,8 @@ import mmap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from nvme_offload.aio_native.engine import Op
 from nvme_offload.offload.host.buffer_pool import StagingBuffer
@@ -190,12 +191,6 @@ class _Rehearsal:
         (self._read if op is Op.READ else self._written)[self.phase] += self._sizes[number]
 
 
-class _Page(NamedTuple):
-    """A page stands for the memory of an extent."""
-
-    size_bytes: int
-
-
 class _PaperTier(MemoryTier):
     """A tier that counts what would be moved, and is done at once. Extents are numbered, in no file and no memory."""
 
@@ -206,7 +201,7 @@ class _PaperTier(MemoryTier):
         self._count = count
 
     def _region(self, size_bytes: int) -> Any:
-        return _Page(size_bytes)
+        return SimpleNamespace(size_bytes=size_bytes)  # it stands for memory
 
     def memory(self, extent: Extent) -> Any:
         """None: blocks pass through staging buffers."""
