@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
@@ -24,7 +24,7 @@ from ..measure.comparison import Quad
 from ..measure.machine import device_here, num_cpus
 from .experiment import run_experiment
 from .gpt import parse_size
-from .peers.worker import Ended, Order, model_of, work
+from .peers.worker import Ended, Order, SideOrder, model_of, work
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2]
 """`make compare` makes an environment here for each peer that needs one."""
@@ -77,6 +77,7 @@ DEVICE_NOTE = (
 class Seen:
     """One contender was seen so."""
 
+    digits: ClassVar[int] = 1  # of bytes per parameter
     contender: Contender
     numel: int  # parameters of the model
     on_device: bool = False  # whether it computed on a GPU
@@ -110,7 +111,7 @@ class Seen:
         if self.problem is not None or self.ended is None:
             return row | {"iteration": "cannot" if self.problem else "not yet"}
         for head, count in zip(("B read", "B written"), self.ended.moved or (), strict=False):
-            row[head] = f"{count / self.numel / self.ended.iterations:.1f}"
+            row[head] = f"{count / self.numel / self.ended.iterations:.{self.digits}f}"
         crossed = [f"{count / self.numel:.1f}" for count in self.ended.copied or ()]
         row |= dict(zip(there, [format_bytes(self.ended.device_peak_bytes), *crossed], strict=False))
         if self.distance is not None:
@@ -184,7 +185,7 @@ def compare(
     with failures_in_words():
         parse_size(size)
     sizes: dict[str, Any] = {"size": size, "tokens": tokens, "threads": num_cpus(), "device": on}
-    order = Order(contender="", package=None, swap="", weights="", **sizes)
+    order = Order(**sizes)
     with TemporaryDirectory(prefix="nvme-offload-compare-", dir=path) as folder:
         compared, say = _compared(others, order, Path(folder), quads), partial(notes, order)
         kept: dict[str, Any] = {"save_to": save_to, "asked": {"order": asdict(order)}}
@@ -221,7 +222,13 @@ class Side(Child):
     """A contender's process; `found` takes what is seen of it."""
 
     def __init__(
-        self, found: Seen, python: str, template: Any, folder: Path, logs: Path | None = None, does: Work | None = None
+        self,
+        found: Seen,
+        python: str,
+        template: SideOrder,
+        folder: Path,
+        logs: Path | None = None,
+        does: Work | None = None,
     ) -> None:
         """Start it, to do the work of the peers or another. The folder on the drive gets its swap, log and weights.
 
@@ -230,7 +237,7 @@ class Side(Child):
         contender, log = found.contender, (logs or folder) / f"{found.contender.name}.log"
         super().__init__(does or work, log, python=python, environment=tools_of(python))
         self._found = found
-        self._turn: int = template.turn
+        self._turn = template.turn
         swap = folder / contender.name
         swap.mkdir(exist_ok=True)
         order = replace(template, contender=contender.name, package=contender.package)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from ..measure.machine import num_cpus
 from ..measure.sections import MODES, Layer
 from .compare import Contender, Seen, Side, beside
 from .experiment import run_experiment
-from .peers.worker import Trainer, deepspeed_of, digest, train
+from .peers.worker import SideOrder, Trainer, deepspeed_of, digest, train
 
 OURS = Contender("ours", "nvme-offload, base in place, block by block")
 COPIED = Contender("copied", "nvme-offload, base copied, a loop over micro-batches")
@@ -32,20 +31,15 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraOrder:
-    """One child process is to do this."""
+class LoraOrder(SideOrder):
+    """One child process is to do this; it writes no weights."""
 
-    contender: str
-    package: str | None
     layers: int
     width: int
     rank: int
     micro_batches: int
     tokens: int  # of a micro-batch
-    threads: int
     base: str  # folder of the files that the model begins with
-    swap: str = ""  # folder on the drive
-    weights: str = ""  # nothing is written there
     turn: int = 1
 
 
@@ -162,17 +156,12 @@ def _deepspeed(order: LoraOrder) -> Trainer:
 class LoraSeen(Seen):
     """One contender was seen so; its `numel` are the bytes of the base."""
 
+    digits = 2
+
     @property
     def shown(self) -> dict[str, str]:
-        """Its row, by the heads of the columns."""
-        row = dict.fromkeys(("", "iteration", "times ours", "B read", "B written", "peak memory"), "")
-        row[""] = self.contender.text
-        if (ended := self.ended) is None:
-            return row | {"iteration": "cannot" if self.problem else "not yet"}
-        for head, moved in zip(("B read", "B written"), ended.moved or (), strict=False):
-            row[head] = f"{moved / self.numel / ended.iterations:.2f}"
-        row["times ours"] = "1" if self.times_ours is None else f"{self.times_ours:.2f}"
-        return row | {"iteration": f"{median(self.seconds):.2f} s", "peak memory": format_bytes(ended.peak_bytes)}
+        """Its row, by the heads of the columns: weights are in none."""
+        return {head: cell for head, cell in super().shown.items() if head != "distance"}
 
 
 def lora(
@@ -197,7 +186,7 @@ def lora(
             "micro_batches": micro_batches,
             "tokens": tokens,
         }
-        order = LoraOrder(contender="", package=None, threads=num_cpus(), base=str(base), **sizes)
+        order = LoraOrder(threads=num_cpus(), base=str(base), **sizes)
         base_bytes = write_base(order)
         peers = [each for each in PEERS if not only or each.name in only]
         said = [

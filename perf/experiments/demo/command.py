@@ -137,7 +137,7 @@ def order_of(size: str, shape: ModelSize, engine: str) -> Order:
         "zero_optimization": {"sub_group_size": shape.sub_group_size},
     }
     known: dict[str, Any] = {"size": size, "tokens": MICRO_BATCHES * MICRO_BATCH * CONTEXT, "threads": num_cpus()}
-    return Order(contender="", package=None, swap="", weights="", turn=TURN_STEPS, keys=keys, demo=True, **known)
+    return Order(turn=TURN_STEPS, keys=keys, demo=True, **known)
 
 
 def by_turns(

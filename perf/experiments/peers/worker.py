@@ -62,18 +62,24 @@ needs, deep queues; the others as their tutorials have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """One child process is to do this."""
+class SideOrder:
+    """The child process of a contender is to do this; `Side` says who and where."""
 
-    contender: str
-    package: str | None
+    contender: str = ""
+    package: str | None = None
+    threads: int
+    swap: str = ""  # folder on the drive
+    weights: str = ""  # file for the master weights at the end
+    turn: int = 2  # iterations of a turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order(SideOrder):
+    """One child process is to train the GPT."""
+
     size: str  # layers and width of the model, as `16x1024`
     tokens: int  # tokens of one iteration
-    threads: int
-    swap: str  # folder on the drive
-    weights: str  # file for the master weights at the end
     device: str = HOST.type  # where the model computes
-    turn: int = 2  # iterations of a turn
     keys: dict[str, Any] = field(default_factory=dict)  # in place of those of the section, in the demo
     demo: bool = False
     """Whether ours is looked at closely: a step is two micro-batches, parameters begin in bf16, forward and backward
