@@ -31,9 +31,7 @@ class EngineProbe:
 
     def chosen(self, config: OffloadConfig) -> str | None:
         """Name of the engine that this configuration takes; None if it cannot be opened."""
-        if config.aio.engine == "auto":
-            return self.first
-        return None if config.aio.engine in self.refusals else config.aio.engine
+        return next(iter(self.usable(config)), None)
 
     def usable(self, config: OffloadConfig) -> list[str]:
         """Names of the engines that a run of this configuration may come to use, the first that it takes."""

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that all PyTorch code uses
 from torch import Tensor, nn
 
+from nvme_offload.offload.units import round_up
+from nvme_offload.optim.layout.master import TILE_NUMEL
 from ..measure.command_line import KnobError
 
 HEAD_SIZE = 64
 VOCABULARY = 256
 PAIRS = VOCABULARY * VOCABULARY
 SUBGROUPS_WANTED = 16
-TILE_NUMEL = 64 * 1024
 STATE_BYTES_PER_PARAMETER = 12  # the most any precision needs: fp32 master weight, exp_avg and exp_avg_sq
 SLACK_BYTES = 64 * 2**20
 ROTARY_BASE = 10_000.0
@@ -43,8 +44,7 @@ class ModelSize:
     @property
     def sub_group_size(self) -> int:
         """Elements of one subgroup, so that a step has about sixteen and the pipeline can be seen."""
-        num_tiles = -(-self.num_parameters // (SUBGROUPS_WANTED * TILE_NUMEL))
-        return num_tiles * TILE_NUMEL
+        return round_up(-(-self.num_parameters // SUBGROUPS_WANTED), TILE_NUMEL)
 
     @property
     def swap_bytes(self) -> int:
@@ -162,9 +162,9 @@ class ByteGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def load_corpus(root: Path | None = None) -> bytes:
-    """Read all modules of a library (the interpreter's own) but tests and installed packages, always in one order."""
-    root = root or Path(sysconfig.get_path("stdlib"))
+def load_corpus() -> bytes:
+    """Read all modules of the interpreter's library but tests and installed packages, always in one order."""
+    root = Path(sysconfig.get_path("stdlib"))
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = sorted(path.as_posix() for path in files if not SKIPPED_DIRECTORIES & set(path.parts[:-1]))
     if len(kept) < LEAST_FILES:

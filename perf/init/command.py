@@ -16,9 +16,9 @@ from ..measure.command_line import HERE, Paths, byte_option, failures_in_words
 from ..plan.catalog import MICRO_BATCHES, MODEL, TOKENS, shape_of
 from ..plan.choosing import Chooser, ChosenSection, step_of
 from ..plan.lora import LoraOption
-from ..plan.machine import Drives, Machine, MachineError
+from ..plan.machine import Drives, Machine, PlanError
 from ..plan.remedies import remedies
-from ..plan.shape import ModelShape, ShapeError
+from ..plan.shape import ModelShape
 
 SUFFIXES = (".json", ".toml", ".yaml", ".yml")
 
@@ -58,7 +58,7 @@ def init(
         each, batches = step_of(tokens, micro_batches, machine.ranks)
         chooser = Chooser(machine, path, each, batches)
         found = chooser.choose(shape)
-    except (ShapeError, MachineError, ConfigError, OSError) as error:
+    except (PlanError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     if missing := [f"{tier} is {format_bytes(size)} too small" for tier, size in found.tiers.missing.items()]:

@@ -36,6 +36,14 @@ def shown_table(rows: Sequence[Mapping[str, str]], console: Console) -> Table:
     return next((each for each in tables if console.measure(each, options=wide).maximum <= console.width), tables[0])
 
 
+def figures(*heads: str, **style: Any) -> Table:
+    """Make a table whose columns are figures, but for the first."""
+    table = Table(*heads, **style)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
 def _filled(cells: Sequence[Sequence[str]]) -> Table:
     filled = Table(*(Column(each, overflow="fold") for each in cells[0]), box=None)
     for row in cells[1:]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-from .machine import MachineError
-from .shape import ModelShape, ShapeError, linears_of
+from .machine import PlanError
+from .shape import ModelShape, linears_of
 
 REACHED = 0.4
 """Share of a card's operations that training reaches: what large runs report is 0.35 to 0.5."""
@@ -102,32 +102,30 @@ MODEL: Any = typer.Option(help="Hugging Face config.json, its folder, or a name:
 
 
 def card_of(name: str) -> Card:
-    """Return a card by name; raises MachineError."""
+    """Return a card by name; raises PlanError."""
     if found := CARDS.get(name.lower().removeprefix("rtx").strip(" -")):
         return found
-    raise MachineError(f"--card {name}: known are {', '.join(CARDS)}; or give --gpu-memory, --flops and --pcie")
+    raise PlanError(f"--card {name}: known are {', '.join(CARDS)}; or give --gpu-memory, --flops and --pcie")
 
 
 def drives_of(text: str) -> tuple[int, DriveClass]:
-    """Return a number of drives and their class, of ``gen4-consumer`` or ``2xgen4-consumer``; raises MachineError."""
+    """Return a number of drives and their class, of ``gen4-consumer`` or ``2xgen4-consumer``; raises PlanError."""
     number, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text).groups()  # type: ignore[union-attr]  # always matches
     if (found := DRIVES.get(name)) and (count := int(number or 1)):
         return count, found
-    raise MachineError(f"--drive {text}: write a class, or 2x and a class, of {', '.join(DRIVES)}")
+    raise PlanError(f"--drive {text}: write a class, or 2x and a class, of {', '.join(DRIVES)}")
 
 
 def shape_of(model: Path) -> ModelShape:
-    """Return the shape of a ``config.json``, of the folder that holds one, or of a name; raises ShapeError."""
+    """Return the shape of a ``config.json``, of the folder that holds one, or of a name; raises PlanError."""
     is_name = not model.exists() and len(model.parts) == 1 and model.suffix != ".json"
     return model_of(str(model)) if is_name else ModelShape.of_config_file(model)
 
 
 def model_of(name: str) -> ModelShape:
-    """Return the shape of a published model; raises ShapeError."""
+    """Return the shape of a published model; raises PlanError."""
     if (found := MODELS.get(name.lower())) is None:
-        raise ShapeError(
-            f"{name}: there is no such file; give a config.json, its folder, or one of {', '.join(MODELS)}"
-        )
+        raise PlanError(f"{name}: there is no such file; give a config.json, its folder, or one of {', '.join(MODELS)}")
     hidden, keys, wide = found.hidden, (found.keys, found.hidden), (found.intermediate, found.hidden)
     attention = linears_of(q=(found.queries, hidden), k=keys, v=keys, o=(hidden, found.queries))
     mlp = linears_of(gate=wide, up=wide, down=wide[::-1])

@@ -18,12 +18,12 @@ from ..measure.machine import device_here, facts_of
 from .catalog import CARD, DRIVE, MICRO_BATCHES, MODEL, REACHED, TOKENS, card_of, drives_of, shape_of
 from .choosing import Chooser, ChosenSection, step_of
 from .lora import Lora, LoraOption
-from .machine import UPDATE_RATE, Drives, Machine, MachineError
+from .machine import UPDATE_RATE, Drives, Machine, PlanError
 from .placing import may_fit
 from .prediction import MAX_LAYERS, Prediction, fits, largest_model, predict
 from .remedies import remedies
 from .report import show
-from .shape import ModelShape, ShapeError
+from .shape import ModelShape
 
 _MOST = 10**15  # torch counts bytes in 63 bits
 
@@ -101,24 +101,26 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
+        drives, its_size = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
+        memory, rate, operations = _card(card, device_memory, pcie, flops)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=total_bytes() if host_memory is None else host_memory,
-            drives=_drives(bench, read_bw, write_bw, mixed_bw, None if drive else tbw),
-            capacity=capacity,
-            flops=flops,
+            device_memory=memory,
+            drives=drives,
+            capacity=its_size if capacity is None else capacity,
+            flops=operations,
             update_rate=update_rate,
-            pcie=pcie,
+            pcie=rate,
             network=network,
         )
-        machine = _named((card, drive), machine, device_memory, tbw)
         shape = _shape(model, params, layers, hidden, vocab, lora)
         chooser = Chooser(
             machine, [Path()], *_step(config, tokens, micro_batches, ranks), checkpointing, sequence, chunked_loss
         )
         choice, prediction, largest = _planned(config, shape, chooser)
-    except (ShapeError, MachineError, ConfigError, OSError) as error:
+    except (PlanError, ConfigError, OSError) as error:
         typer.echo(f"offload: {error}", err=True)
         raise typer.Exit(2) from None
     changes = remedies(chooser, shape) if prediction.tiers.missing and choice is not None else []
@@ -130,37 +132,30 @@ def plan(
         raise typer.Exit(1)
 
 
-def _named(
-    names: tuple[str | None, str | None], given: Machine, device_memory: int | None, tbw: float | None
-) -> Machine:
-    """Return a machine with what its card and drives have by name, where nothing else is given."""
-    card, drive = names
-    pcie, flops, drives, capacity = given.pcie, given.flops, given.drives, given.capacity
-    if card is not None:
-        found = card_of(card)
-        device_memory = found.memory * GiB if device_memory is None else device_memory
-        pcie, flops = pcie or found.pcie * 1e9, flops or found.teraflops * 1e12 * REACHED
-    if drive is not None:
-        drives, its_size = _drives_by_name(drive, tbw, drives)
-        capacity = its_size if capacity is None else capacity
-    memory = _device(device_memory, pcie)
-    return replace(given, device_memory=memory, pcie=pcie, flops=flops, drives=drives, capacity=capacity)
-
-
 def _step(config: Path | None, tokens: int | None, micro_batches: int | None, ranks: int) -> tuple[int, int]:
     """Return tokens of a micro-batch and micro-batches of a step; the latter are as a section says, if there is one."""
     if config is not None and micro_batches:
-        raise MachineError("--config says gradient_accumulation_steps: leave out --micro-batches")
+        raise PlanError("--config says gradient_accumulation_steps: leave out --micro-batches")
     return step_of(tokens, micro_batches if config is None else 1, ranks)
 
 
-def _device(memory: int | None, pcie: float | None) -> int | None:
-    """Memory of a GPU: as given, else that of this machine's; None: ranks compute on the CPU."""
+def _card(
+    name: str | None, memory: int | None, pcie: float | None, flops: float | None
+) -> tuple[int | None, float | None, float | None]:
+    """Return memory, bus and operations of a GPU as given, else those of its name, else this machine's memory.
+
+    Without memory ranks compute on the CPU.
+    """
+    if name is not None:
+        found = card_of(name)
+        memory = found.memory * GiB if memory is None else memory
+        pcie = found.pcie * 1e9 if pcie is None else pcie
+        flops = found.teraflops * 1e12 * REACHED if flops is None else flops
     if memory is None and (here := device_here()) is not None:
         memory = facts_of(here)["memory_bytes"]
     if not memory and pcie is not None:
-        raise MachineError("--pcie is between a GPU and its host: give --gpu-memory, too")
-    return memory or None
+        raise PlanError("--pcie is between a GPU and its host: give --gpu-memory, too")
+    return memory or None, pcie, flops
 
 
 def _planned(
@@ -197,36 +192,33 @@ def _shape(
 ) -> ModelShape:
     if model is not None:
         if params or layers or hidden or vocab:
-            raise ShapeError("--model says it all; leave out --params, --layers, --hidden and --vocab")
+            raise PlanError("--model says it all; leave out --params, --layers, --hidden and --vocab")
         shape = shape_of(model)
     elif params and layers:
         shape = ModelShape.of_numbers(params, layers, hidden, vocab or 0)
     else:
-        raise ShapeError("which model? Give --model, or --params and --layers")
+        raise PlanError("which model? Give --model, or --params and --layers")
     return shape if lora is None else shape.with_lora(lora)
 
 
-def _drives_by_name(name: str, tbw: float | None, given: Drives | None) -> tuple[Drives, int]:
-    """Return the drives of a class, and their bytes. Raises MachineError where rates are given, too."""
-    if given is not None:
-        raise MachineError(f"--drive {name} has its rates; leave out --bench, --read-bw and the like")
-    count, each = drives_of(name)
-    endurance = each.endurance * count if tbw is None else tbw
-    rates = Drives.of_rates(each.read * count * 1e9, each.write * count * 1e9, terabytes_written=endurance)
-    return rates, round(each.size * count * 1e12)
-
-
 def _drives(
-    bench: Path | None, read: int | None, write: int | None, mixed: int | None, tbw: float | None
-) -> Drives | None:
-    """Return a node's drives as they were measured, or from their rates; None where neither is given."""
-    rates = (read, write, mixed)
+    name: str | None, bench: Path | None, rates: tuple[int | None, int | None, int | None], tbw: float | None
+) -> tuple[Drives | None, int | None]:
+    """Return a node's drives by name, as they were measured, or from their rates; and the bytes of those of a name."""
+    (read, write, mixed), has_rates = rates, rates != (None, None, None)
+    if name is not None:
+        if bench is not None or has_rates:
+            raise PlanError(f"--drive {name} has its rates; leave out --bench, --read-bw and the like")
+        count, each = drives_of(name)
+        endurance = each.endurance * count if tbw is None else tbw
+        named = Drives.of_rates(each.read * count * 1e9, each.write * count * 1e9, terabytes_written=endurance)
+        return named, round(each.size * count * 1e12)
     if bench is not None:
-        if rates != (None, None, None):
-            raise MachineError("rates of drives come from --bench, or from --read-bw and the like: give one")
-        return Drives.of_bench(bench, tbw)
+        if has_rates:
+            raise PlanError("rates of drives come from --bench, or from --read-bw and the like: give one")
+        return Drives.of_bench(bench, tbw), None
     if read is not None and write is not None:
-        return Drives.of_rates(read, write, mixed, tbw)
-    if rates != (None, None, None) or tbw is not None:
-        raise MachineError("drives need --bench, or both --read-bw and --write-bw")
-    return None
+        return Drives.of_rates(read, write, mixed, tbw), None
+    if has_rates or tbw is not None:
+        raise PlanError("drives need --bench, or both --read-bw and --write-bw")
+    return None, None

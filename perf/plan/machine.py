@@ -18,8 +18,8 @@ COPY_RATE = 3e9
 `perf/results/2026-11-26T022603Z-activations-iterations.md`)."""
 
 
-class MachineError(ValueError):
-    """The machine's description cannot be used; says what to give instead."""
+class PlanError(ValueError):
+    """What is said of a machine or a model cannot be used; says what to give instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,17 @@ class Drives:
             verified, direct, results = document["verified"], document["engine"]["direct"], document["results"]
             rates = {rw: _rate(results[rw]) for rw in ("read", "write", "mixed")}
         except OSError as error:
-            raise MachineError(f"{file}: {error.strerror}") from None
+            raise PlanError(f"{file}: {error.strerror}") from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             how = "make it with: offload bench --rw all --json > bench.json"
             what = "is no result of offload bench with read, write and mixed"
-            raise MachineError(f"{file} {what} ({error!r}); {how}") from None
+            raise PlanError(f"{file} {what} ({error!r}); {how}") from None
         if verified is not True:
             why = "the null engine moves no bytes; choose another --ioengine"
-            raise MachineError(f"{file}: nothing was verified: {why}")
+            raise PlanError(f"{file}: nothing was verified: {why}")
         if direct is not True:
             why = "without direct I/O, so that much of it was done by the page cache"
-            raise MachineError(f"{file} was measured {why}; measure with --direct required")
+            raise PlanError(f"{file} was measured {why}; measure with --direct required")
         return cls.of_rates(**rates, terabytes_written=terabytes_written)
 
 
@@ -102,7 +102,7 @@ class Machine:
     def __post_init__(self) -> None:
         """Check the numbers against each other."""
         if not 1 <= self.ranks_per_node <= self.ranks:
-            raise MachineError(f"--ranks-per-node {self.ranks_per_node}: between 1 and --ranks {self.ranks}")
+            raise PlanError(f"--ranks-per-node {self.ranks_per_node}: between 1 and --ranks {self.ranks}")
         _check_above_zero(
             {
                 "--host-memory": self.host_memory,
@@ -115,7 +115,7 @@ class Machine:
             }
         )
         if self.ranks % self.ranks_per_node:
-            raise MachineError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
+            raise PlanError(f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}")
 
 
 def _rate(result: Mapping[str, Any]) -> float:
@@ -129,7 +129,7 @@ def _rate(result: Mapping[str, Any]) -> float:
 
 
 def _check_above_zero(options: dict[str, float | None]) -> None:
-    """Raise MachineError for an option that is given and not above zero and finite; nan is neither."""
+    """Raise PlanError for an option that is given and not above zero and finite; nan is neither."""
     for name, value in options.items():
         if value is not None and not 0 < value < inf:
-            raise MachineError(f"{name} {value}: must be more than 0, and finite")
+            raise PlanError(f"{name} {value}: must be more than 0, and finite")

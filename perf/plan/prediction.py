@@ -122,6 +122,10 @@ class Prediction:
         """Tokens of all ranks in a second, with steps one after another that take this time."""
         return self.job.tokens * self.job.micro_batches * self.machine.ranks / time.seconds
 
+    def with_keys(self, **keys: Any) -> "Prediction":
+        """The job with other values of these keys of its section, and the schedule that will run alone."""
+        return predict(self.job.with_keys(**keys), self.machine, alone=True)
+
     def to_dict(self) -> dict[str, Any]:
         """The prediction in plain types, for JSON."""
         kinds, shape = dict.fromkeys(unit.kind for unit in self.tiers.units), self.job.shape
@@ -169,16 +173,6 @@ def predict(job: Job, machine: Machine, *, alone: bool = False) -> Prediction:
         times=times,
         kept=placed.kept,
     )
-
-
-def of_orders(job: Job, machine: Machine) -> dict[str, Prediction]:
-    """Plan a job in each order of its micro-batches; nothing where they have one order."""
-    if job.micro_batches == 1 or not job.config.has_block_tiers:
-        return {}
-    return {
-        order: predict(job.with_keys(micro_batch_order=order), machine, alone=True)
-        for order in ("horizontal", "vertical")
-    }
 
 
 def faster_order(orders: Mapping[str, Prediction]) -> str | None:

@@ -1,7 +1,9 @@
 """The smallest changes with which a model fits that does not fit, found by the search that found that it does not."""
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, takewhile
 
 from .choosing import Chooser
 from .lora import Lora
@@ -39,19 +41,14 @@ def _single(chooser: Chooser, shape: ModelShape) -> Iterator[str]:
 
 def _most_tokens(chooser: Chooser, shape: ModelShape) -> int:
     """Return the most tokens of a micro-batch that fit, in steps of 128, and one sequence at least; 0: none do."""
-    low, high = 0, -(-chooser.tokens // _GRAIN)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = replace(chooser, tokens=middle * _GRAIN).fits(shape)
-        low, high = (middle, high) if fits else (low, middle)
-    return low * _GRAIN if low * _GRAIN >= chooser.sequence else 0
+    fewer = range(_GRAIN, chooser.tokens, _GRAIN)
+    most = _GRAIN * bisect(fewer, False, key=lambda tokens: not replace(chooser, tokens=tokens).fits(shape))
+    return most if most >= chooser.sequence else 0
 
 
 def _fewest_ranks(chooser: Chooser, shape: ModelShape) -> int:
     """Return the fewest ranks that fit, twice as many each time, on more nodes of this kind; 0: no number does."""
-    machine, ranks = chooser.machine, 2 * chooser.machine.ranks
-    while ranks <= _MOST_RANKS:
-        if replace(chooser, machine=replace(machine, ranks=ranks)).fits(shape):
-            return ranks
-        ranks *= 2
-    return 0
+    machine = chooser.machine
+    more = takewhile(lambda ranks: ranks <= _MOST_RANKS, (machine.ranks << times for times in count(1)))
+    fitting = (ranks for ranks in more if replace(chooser, machine=replace(machine, ranks=ranks)).fits(shape))
+    return next(fitting, 0)

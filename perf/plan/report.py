@@ -12,8 +12,9 @@ from nvme_offload.offload.storage.tier_plan import TIERS, Tier
 from nvme_offload.offload.units import TB, format_bytes
 from nvme_offload.optim.rules.registry import rule_of
 from nvme_offload.optim.state.account import GATHERED
+from ..measure.results import figures
 from .choosing import ChosenSection
-from .prediction import MAX_LAYERS, Prediction, faster_order, of_orders, predict
+from .prediction import MAX_LAYERS, Prediction, faster_order
 from .shape import ModelShape
 
 TOKENS = 10**9
@@ -59,15 +60,8 @@ def show(
         console.print(f"It fits with {change}", highlight=False, soft_wrap=True)
 
 
-def _figures(title: str, *heads: str) -> Table:
-    table = Table(*heads, title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
 def _memory(prediction: Prediction) -> Table:
-    table = _figures("Memory", "one rank holds", *TIERS)
+    table = figures("one rank holds", *TIERS, title="Memory", title_justify="left")
     tiers = prediction.tiers
     for kind in dict.fromkeys(unit.kind for unit in tiers.units):
         sizes = [tiers.bytes_on(tier, kind) for tier in TIERS]
@@ -80,7 +74,7 @@ def _memory(prediction: Prediction) -> Table:
 
 
 def _traffic(prediction: Prediction) -> Table:
-    table = _figures("To and from NVMe", "one rank and step", "read", "written")
+    table = figures("one rank and step", "read", "written", title="To and from NVMe", title_justify="left")
     rows = {kind: moved.total for kind, moved in prediction.traffic.items()}
     for kind, moved in (*rows.items(), ("together", prediction.total_traffic)):
         if kind == "together":
@@ -156,21 +150,19 @@ def _of_tokens(prediction: Prediction) -> Iterator[str]:
         said += f", {written * TOKENS / machine.drives.endurance:.2%} of what the drives may have written"
     yield said
     more = 2 * job.micro_batches
-    other = predict(job.with_keys(gradient_accumulation_steps=more), machine, alone=True).written_per_token
+    other = prediction.with_keys(gradient_accumulation_steps=more).written_per_token
     yield f"{more} micro-batches of a step write {1 - other / written:.0%} less for each token"
 
 
 def _activations(prediction: Prediction) -> Iterator[str]:
     """Say what is kept of each token and layer, and which way of keeping is the fastest."""
-    job, machine, section = prediction.job, prediction.machine, prediction.job.config.activations
+    job, section = prediction.job, prediction.job.config.activations
     size = job.kept_bytes / (job.shape.num_layers * job.tokens) * job.config.rounds / job.micro_batches
     yield f"Activations: {section.keep}, {size:,.0f} bytes for each token and layer"
     if prediction.time is not None:
         times = {}
         for keep in ("boundaries", "attention", "all") if job.sequence else ("boundaries", "all"):
-            other = predict(
-                job.with_keys(activations=section.model_copy(update={"keep": keep})), machine, alone=True
-            ).time
+            other = prediction.with_keys(activations=section.model_copy(update={"keep": keep})).time
             times[keep] = other.seconds if other is not None else inf
         said = ", ".join(f"{keep} {seconds:.3g} s" for keep, seconds in times.items())
         yield f"By activations.keep: {said}; fastest: {min(times, key=lambda keep: times[keep])}"
@@ -178,9 +170,10 @@ def _activations(prediction: Prediction) -> Iterator[str]:
 
 def _orders(prediction: Prediction) -> Iterator[str]:
     """Say what an iteration comes to in each order of its micro-batches, and which one is the faster."""
-    job, orders = prediction.job, of_orders(prediction.job, prediction.machine)
-    if not orders:
-        return
+    job = prediction.job
+    if job.micro_batches == 1 or not job.config.has_block_tiers:
+        return  # there is one order
+    orders = {order: prediction.with_keys(micro_batch_order=order) for order in ("horizontal", "vertical")}
     moved = {order: found.total_traffic for order, found in orders.items()}
     said = {order: f"{format_bytes(round(each.read + each.written))} moved" for order, each in moved.items()}
     if faster := faster_order(orders):

@@ -13,6 +13,7 @@ from nvme_offload.offload.foreign import parse_json, printable, read_text
 from nvme_offload.optim.layout.blocks import find_ends
 from ..measure.loading import nothing_to_collect
 from .lora import FULL_BITS, Lora, bits_of_config, bits_of_files
+from .machine import PlanError
 
 _NUMBERED = re.compile(r"^n(um)?_.*(layer|expert|block)|(layers|experts|blocks|depth)$", re.IGNORECASE)
 """Keys that say how many modules are made."""
@@ -22,10 +23,6 @@ _EXPERTS = (
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 )
 """Keys of a configuration that say how many experts a layer has, and how many of them a token visits."""
-
-
-class ShapeError(ValueError):
-    """A model's shape could not be read; says what to give instead."""
 
 
 class LinearSize(NamedTuple):
@@ -111,16 +108,14 @@ class ModelShape:
         return replace(self, **of_layers)
 
     def with_lora(self, lora: Lora) -> Self:
-        """This model with adapters beside its linear layers, and all else frozen. Raises ShapeError for no adapter."""
+        """This model with adapters beside its linear layers, and all else frozen. Raises PlanError for no adapter."""
         adapters = tuple(
             tuple(lora.rank * side for linear in linears if lora.takes(linear.name) for side in linear.sides)
             for linears in self.linears
         )
         if not any(adapters):
             names = sorted({linear.name for linears in self.linears for linear in linears})
-            raise ShapeError(
-                f"--lora: {self.name} has none of these linear layers; it has {', '.join(names) or 'none'}"
-            )
+            raise PlanError(f"--lora: {self.name} has none of these linear layers; it has {', '.join(names) or 'none'}")
         return replace(self, adapters=adapters, base_bits=lora.bits or self.base_bits)
 
     @classmethod
@@ -130,12 +125,12 @@ class ModelShape:
         The hidden size is by default what 12 x hidden_size^2 parameters in a layer ask for.
         """
         if num_layers < 1:
-            raise ShapeError(f"--layers {num_layers}: a model has one layer or more")
+            raise PlanError(f"--layers {num_layers}: a model has one layer or more")
         hidden_size = hidden_size or max(1, round((num_params / num_layers / 12) ** 0.5))
         layer_numel = (num_params - vocab_size * hidden_size) // num_layers
         if layer_numel < 1:
             what = f"an embedding of {vocab_size:,} x {hidden_size:,} leaves nothing for {num_layers} layers"
-            raise ShapeError(f"--params {num_params:,}: {what}; give a smaller --vocab or --hidden")
+            raise PlanError(f"--params {num_params:,}: {what}; give a smaller --vocab or --hidden")
         square, wide = (hidden_size, hidden_size), (4 * hidden_size, hidden_size)
         return cls(
             name=f"{num_params / 1e9:.3g} B parameters",
@@ -160,7 +155,7 @@ class ModelShape:
                 import transformers
         except ImportError:
             how = "install it, or give --params, --layers, --hidden and --vocab"
-            raise ShapeError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
+            raise PlanError(f"{file}: reading it needs transformers, which is not installed; {how}") from None
         try:
             with nothing_to_collect(), torch.device("meta"):  # most of transformers is loaded here
                 config = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
@@ -170,11 +165,11 @@ class ModelShape:
             packable = sum(map(sum, shape.layers))
             bits = bits_of_files(file.parent, shape.numel - packable, packable) or bits_of_config(said)
             return replace(shape, base_bits=bits)
-        except ShapeError:
+        except PlanError:
             raise
         except Exception as error:  # whatever its classes raise of what they did not expect
             why = printable(str(error) or type(error).__name__).partition("\n")[0]
-            raise ShapeError(f"{file}: transformers cannot build a model from it: {why}") from error
+            raise PlanError(f"{file}: transformers cannot build a model from it: {why}") from error
 
     @classmethod
     def of_module(cls, model: torch.nn.Module, *, name: str, config: Any) -> Self:
@@ -190,7 +185,7 @@ class ModelShape:
         """The shape of a module (on any device) with repeated layers of this width and no vocabulary."""
         blocks = find_blocks(model)
         if not blocks:
-            raise ShapeError(f"{name} has no repeated layers that could be gathered one by one")
+            raise PlanError(f"{name} has no repeated layers that could be gathered one by one")
         ends = find_ends(model, blocks)
         in_units = {param for unit in (*blocks, *ends) for param in unit.parameters()}
         order = list(model.modules())
@@ -231,23 +226,23 @@ def _idle(blocks: Iterable[torch.nn.Module], config: Any) -> tuple[int, ...]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Raise ShapeError for what is no model's configuration, before a library is loaded that would work on it."""
+    """Raise PlanError for what is no model's configuration, before a library is loaded that would work on it."""
     try:
         said = parse_json(read_text(file))
     except FileNotFoundError:
         remedy = "give a config.json, its folder, or --params and --layers"
-        raise ShapeError(f"{file}: there is no such file; {remedy}") from None
+        raise PlanError(f"{file}: there is no such file; {remedy}") from None
     except OSError as error:
-        raise ShapeError(f"{file}: {error.strerror}") from None
+        raise PlanError(f"{file}: {error.strerror}") from None
     except ValueError as error:
-        raise ShapeError(f"{file}: this is no JSON: {error}") from None
+        raise PlanError(f"{file}: this is no JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ShapeError(f"{file}: this is no config.json of a model")
+        raise PlanError(f"{file}: this is no config.json of a model")
     document: dict[str, Any] = said
     for section in (document, *(part for part in document.values() if isinstance(part, dict))):
         for name, value in section.items():
             if _NUMBERED.search(name) and type(value) in (int, float) and not 0 <= value <= _MOST_MODULES:
-                raise ShapeError(f"{file}: {name} is {value!r}; a number from 0 to {_MOST_MODULES} can be built")
+                raise PlanError(f"{file}: {name} is {value!r}; a number from 0 to {_MOST_MODULES} can be built")
     return document
 
 

@@ -34,6 +34,7 @@ from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
 from nvme_offload.offload.units import format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_moved, read_records
+from ..measure.results import figures
 
 PARTS = {
     "computing": "iteration_compute_seconds",
@@ -112,9 +113,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(*head, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = figures(*head, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
