@@ -130,7 +130,8 @@ def notes(order: Order, all_found: Sequence[Seen]) -> list[str]:
         f"fp32 masters, AdamW, clipping at 1.0; {quads} x {order.turn} iterations each of ours, theirs, theirs, ours",
         "B: bytes per parameter and iteration as the kernel counts them; memory: the most resident in training",
         *([DEVICE_NOTE] if order.device != HOST.type else ()),
-        "times ours: the median over rounds of ours, theirs, theirs, ours; above 1 is slower than ours",
+        "times ours: the median of the ratios within rounds of ours, theirs, theirs, ours, so that what slows a whole "
+        "round does not count; above 1 is slower than ours",
         f"distance: how far the weights end from those of {MEMORY.text}, as a share of how far training moved them",
         *(f"{found.contender.text}: {found.problem}" for found in all_found if found.problem is not None),
     ]
