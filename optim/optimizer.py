@@ -15,6 +15,7 @@ from nvme_offload.offload._torch_private import not_compiled, running_last_befor
 from nvme_offload.offload.activations.activation_swapper import ActivationSwapper
 from nvme_offload.offload.config.honoured import BY_OPTIMIZER, unread_text
 from nvme_offload.offload.config.section import OffloadConfig, SectionLike
+from nvme_offload.offload.devices.device import free_unused
 from nvme_offload.offload.errors import ConfigWarning, StateError
 from nvme_offload.offload.host.region import trim_heap
 from nvme_offload.offload.storage.tier_plan import TierPlan
@@ -428,16 +429,18 @@ class OffloadOptimizer(Optimizer):
             SwapIOError: a write failed. The bytes are still in memory; calling again writes them again.
         """
         self.store.wait_until_quiet()
-        with self.store.at_rest():
+        with self.store.at_rest(parked=True):
             self.store.pipeline.synchronize()
             self.store.blocks.synchronize()
 
     def park(self) -> None:
-        """Give memory back between two steps, while somebody else needs it: staging buffers, threads, freed heap.
+        """Give memory back between two steps, while somebody else needs it: of devices, staging buffers, threads, heap.
 
-        State and parameters with a place on NVMe are there alone then; those that the section keeps in memory stay. A
-        durable run waits until its latest step lasts on this rank. Whoever uses any of it takes memory again, with the
-        same bits. After an exception call it again, or go on.
+        State and parameters with a place on NVMe are there alone then; those that the section keeps in host memory
+        stay. State and shards in parts on a device go to host memory; their tensors stay the same objects. A plain
+        module, and gradients in ``p.grad``, are yours and stay where they are. A durable run waits until its latest
+        step lasts on this rank. Whoever uses any of it takes memory again, with the same bits. After an exception call
+        it again, or go on.
 
         Raises:
             SwapIOError: something could not be written; it is still in memory.
@@ -446,12 +449,17 @@ class OffloadOptimizer(Optimizer):
         self.synchronize()
         if self._commits is not None:
             self._commits.wait()
-        self.store.park()
         gc.collect()
+        self.store.park()
+        free_unused(self.store.table.device)
         trim_heap()
 
     def wake(self) -> None:
-        """Take memory for staging buffers again, now. Without it the first step or forward does."""
+        """Take memory again, now. Without it the first step or forward does.
+
+        Raises:
+            OutOfMemoryError: a device has no room for what was there. Nothing is lost: call it again when it has.
+        """
         self.store.wake()
 
     def close(self) -> None:

@@ -135,6 +135,13 @@ def wait_for_queued(device: torch.device) -> None:
     mark.synchronize()
 
 
+def free_unused(device: torch.device) -> None:
+    """Wait for all that is queued on a device, and give it the memory back that torch keeps and nobody has."""
+    if not is_host(device):
+        wait_for_all(device)
+        torch.get_device_module(device).empty_cache()
+
+
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor to one of its shape and dtype; in host memory without torch's threads.
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 import torch
 
 from nvme_offload.aio_native.finalizing import finalize
+from nvme_offload.aio_native.interrupt import DeferredInterrupt
 from ..devices.device import page_lock, page_unlock
 from ..units import format_bytes, round_up
 
@@ -114,17 +115,19 @@ class HostRegion:
         """
         if self.pinned:
             return
-        if error := page_lock(self.address, self.size_bytes, device):
-            raise RuntimeError(f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error})")
-        self._unpin_when_dropped = finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
-        self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
-        self.pinned = True
+        with DeferredInterrupt():  # what is page-locked is known to be
+            if error := page_lock(self.address, self.size_bytes, device):
+                raise RuntimeError(f"cudaHostRegister refused {format_bytes(self.size_bytes)} (CUDA error {error})")
+            self._unpin_when_dropped = finalize(self, _unlock, self._owner_pid, self.address, device, self._map)
+            self._unpin_when_dropped.atexit = False  # the driver does it when the process ends
+            self.pinned = True
 
     def unpin(self) -> None:
         """Undo `pin`. Idempotent."""
         if self.pinned:
-            self._unpin_when_dropped()
-        self.pinned = False
+            with DeferredInterrupt():
+                self._unpin_when_dropped()
+                self.pinned = False
 
 
 def trim_heap() -> None:

@@ -57,9 +57,21 @@ class ResidentShard:
     has_value = False
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+        self._values = values
+        self._come_back: Callable[[], object] = lambda: None
         self.device = values.device
         self.form = Padded(values.shape, values.dtype)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor; if its bytes have left their device, they come back first."""
+        self._come_back()
+        return self._values
+
+    def leaving(self, come_back: Callable[[], object]) -> torch.Tensor:
+        """Return the tensor, whose bytes are about to leave their device, and which `come_back` brings back."""
+        self._come_back = come_back
+        return self._values
 
     def gather(self) -> torch.Tensor:
         """Hand FSDP2 the tensor itself, which is there."""

@@ -141,11 +141,11 @@ class DeviceRegion:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = round_up(size_bytes, mmap.PAGESIZE)
-        self._bytes = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        self.whole = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> torch.Tensor:
         """1D tensor [numel] of `dtype` over the bytes from `byte_offset`, on the device."""
-        return self._bytes[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
+        return self.whole[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
 
 
 class DeviceTier(MemoryTier):

@@ -10,7 +10,7 @@ from ..layout.master import MasterForm
 from ..state.body import StateBody
 from ..state.condition import Need
 from ..tiers.parts import ShardParts, parts_of
-from .entries import fresh_entry, read_entries, set_entries
+from .entries import read_entries, set_entries
 
 
 class StateParts(ShardParts):
@@ -40,10 +40,9 @@ class StateParts(ShardParts):
     def read(self) -> torch.Tensor:
         """Return the parts joined, fp32, in the shape of this rank's shard. StateError: a step stopped halfway."""
         if self._is_all_stored:
-            with self.between_steps():
-                if not self.body.is_closed:
-                    self.body.check(Need.PARAMS)
-                return fresh_entry(self.body, self._index, "master").to(self.device)
+            shape = self.body.table[self._index].param.shape
+            with self.between_steps(), self.held(change=False) as flat:
+                return flat[: shape.numel()].view(shape).to(self.device, copy=True)
         master = read_entries(self.body, {self._index: ("master",)})[self._index]["master"]
         return local_tensor(master).to(self.device)
 

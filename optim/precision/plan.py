@@ -153,7 +153,7 @@ class PrecisionPlan:
 
         What is unset in the section follows the compute dtype of each parameter. In a model with 16-bit and fp32
         parameters those in fp32 stay so. `elsewhere` are the dtypes of other pipeline stages; a name in the section may
-        match nothing here then. `on_device` says that what the section keeps in host memory has to leave a device.
+        match nothing here then. `on_device` says that the model is on a device, which all of it may have to leave.
 
         Raises:
             ConfigError: keys that do not go together for this model; a name in the section that matches nothing.
@@ -253,9 +253,8 @@ def precision_of(
         gather = compute = torch.float32 if kept else DTYPES[config.compute_dtype]
     # Autocast rounds fp32 parameters, to even, where upper halves round ties away from zero: there they stay whole.
     master = MasterForm.ITSELF if kept_as else FORM_OF_DTYPE[compute or torch.float32]
-    off_device = (config.zero_optimization.offload_param.device, config.offload_gradients.device)
-    moves = config.has_block_tiers or config.hides_steps(on_device=on_device) or (on_device and "cpu" in off_device)
-    tiered = master is not MasterForm.ITSELF or moves
+    may_leave = on_device or config.has_block_tiers or config.hides_steps(on_device=False)  # all leave a device to park
+    tiered = master is not MasterForm.ITSELF or may_leave
     return ParameterPrecision(
         compute=compute,
         gather=gather,

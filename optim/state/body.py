@@ -130,8 +130,12 @@ class StateBody(ABC):
         record = self.record
         return record if record is not None and record.phase is phase else None
 
+    @abstractmethod
+    def come_back(self) -> None:
+        """Bring back what is parked away from a device. OutOfMemoryError: it has no room; nothing is lost."""
+
     def at_rest(
-        self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None
+        self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None, parked: bool = False
     ) -> AbstractContextManager[None]:
         """Hold the state as it is between two steps: nobody updates, reads or writes it meanwhile. Re-entrant.
 
@@ -141,10 +145,13 @@ class StateBody(ABC):
         Args:
             forgiving: do not raise what stopped them; for whoever makes good for it.
             meanwhile: called now and then while it waits; what it raises ends that.
+            parked: leave what is away from a device there: for whoever needs nothing of that.
         """
-        return _AtRest(self, partial(self.wait_for_updates, forgiving=forgiving, meanwhile=meanwhile))
+        return _AtRest(self, partial(self.wait_for_updates, forgiving=forgiving, meanwhile=meanwhile, parked=parked))
 
-    def wait_for_updates(self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def wait_for_updates(
+        self, *, forgiving: bool = False, meanwhile: Callable[[], None] = lambda: None, parked: bool = False
+    ) -> None:
         """Wait until all updates behind the latest step are done; see `at_rest`."""
         self.check_usable()
         begun_record = self.record_in(StepPhase.BEGUN)
@@ -156,6 +163,8 @@ class StateBody(ABC):
             self.worker.note_failure(None)
         self.worker.raise_failure()
         self.mirror.end_step()
+        if not parked:
+            self.come_back()
 
     def end_updates(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until no updates are behind the latest step, some of which are this thread's; what failed is not raised.
@@ -174,7 +183,7 @@ class StateBody(ABC):
 
     def wait_until_quiet(self) -> None:
         """Wait until nothing is done behind the latest step, no reads for the next one either; see `at_rest`."""
-        self.wait_for_updates()
+        self.wait_for_updates(parked=True)
         worker = self.worker
         worker.wait_until(lambda: worker.is_idle)
         worker.raise_failure()

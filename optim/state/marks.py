@@ -140,6 +140,11 @@ class WeightMarks:
             marks = self._on_device[run.param]
         return None if marks is None else marks[run.start // MARKS_IN_WORD : num_marks(run.stop)]
 
+    @property
+    def on_device(self) -> list[torch.Tensor]:
+        """The marks that are where the state is: on a device."""
+        return [*self._on_device.values()]
+
     def note(self, run: Run, tiles: Iterable[int] | None = None) -> None:
         """Mark all of a run, or these tiles of it, which somebody sets or has changed."""
         self.note_change()

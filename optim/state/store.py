@@ -13,11 +13,13 @@ from nvme_offload.offload.config.section import OffloadConfig
 from nvme_offload.offload.devices.device import is_device
 from nvme_offload.offload.errors import ConfigError, ConfigWarning
 from nvme_offload.offload.host.available_memory import auto_host_budget, num_processors_of_rank
+from nvme_offload.offload.host.away import Away
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.page_locks import PageLocks
 from nvme_offload.offload.progress import tracked
+from nvme_offload.offload.shards.stored import ResidentShard
 from nvme_offload.offload.staging.home import VISITING, Home
-from nvme_offload.offload.storage.memory_tier import DeviceTier, HostTier
+from nvme_offload.offload.storage.memory_tier import DeviceRegion, DeviceTier, HostTier
 from nvme_offload.offload.storage.nvme_tier import NvmeTier
 from nvme_offload.offload.storage.tier import Tier
 from nvme_offload.offload.storage.tier_plan import TIERS, TierPlan, Unit, plan_tiers
@@ -25,7 +27,7 @@ from nvme_offload.offload.storage.tier_plan import Tier as TierName
 from nvme_offload.offload.units import format_bytes, round_up
 from nvme_offload.offload.warn import warn_user
 from ..fused.door import fused_kernels
-from ..kernels import KernelPool
+from ..kernels import KernelPool, tile_weights
 from ..layout.master import FORM_OF_DTYPE, sealed_itemsize, state_itemsize
 from ..layout.subgroup import ParamToPlace, Subgroup, plan_subgroups
 from ..rules.rule import UpdateRule
@@ -74,6 +76,8 @@ class StateStore(StepState):
         self.plan = plan_tiers([], {})
         self._arrived: list[ParamRecord] = []
         """Placed, with something still where it was before: see `_tidy_up`."""
+        self._away = Away(), Away()
+        """Parked shards, which also come back when they are gathered and outlive the store; and parked state."""
         table, kernels = ParamTable(), KernelPool(num_threads_of_rank())
         locks = PageLocks(config.zero_optimization.offload_optimizer.pin_memory, warn_user)
         mirror = DeviceMirror(meter, locks)
@@ -283,19 +287,42 @@ class StateStore(StepState):
         return sum(slot.size_bytes for slot in self.slots if slot.home.on_device)
 
     def park(self) -> None:
-        """Write what was changed, and give the memory of staging buffers and threads back until they are used."""
-        with self.at_rest():
+        """Write what was changed, and give the memory of staging buffers, threads and devices back until it is used.
+
+        Parameters that are not shards in parts stay: they are somebody else's.
+        """
+        with self.at_rest(parked=True):
             self.check(Need.STATE)
             self.table.marks.latest.drop()
             self.pipeline.park()
             self.blocks.park()
             self.kernels.end_workers()
+            self.mirror.park()
+            every = (parts_of(leaf) for leaf in (*self.table.leaves, *self.blocks.beside))
+            shards = [parts.stored for parts in every if parts is not None and isinstance(parts.stored, ResidentShard)]
+            away, state_away = self._away
+            away.leave([shard.leaving(away.come_back) for shard in shards])
+            state_away.leave(self._beside_parameters)
+            tile_weights.cache_clear()  # which a device keeps for updates
+
+    @property
+    def _beside_parameters(self) -> list[torch.Tensor]:
+        """State on a device, and what updates there need and leave besides."""
+        state = [slot.home.memory.whole for slot in self.slots if isinstance(slot.home.memory, DeviceRegion)]
+        sums = [record.sums_on_device for record in self.table if record.sums_on_device is not None]
+        return [*state, *sums, *self.table.marks.on_device, *self.means.found_changed]
+
+    def come_back(self) -> None:
+        """See `StateBody.come_back`."""
+        for away in self._away:
+            away.come_back()
 
     def wake(self) -> None:
-        """Take back what `park` gave; who uses a buffer does it, too."""
+        """Take back what `park` gave; who uses any of it does it, too."""
         with self.at_rest():
             self.pipeline.wake()
             self.blocks.wake()
+            self.mirror.wake()
 
     def close(self) -> None:
         """Wait for what is under way, free the memory, delete the swap files. Idempotent; no-op in a forked child.
@@ -309,6 +336,7 @@ class StateStore(StepState):
         self.worker.stop()
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         self.mirror.close()
+        self._away = self._away[0], Away()  # nobody needs the state any more
         self.blocks.close()
         for tier in self._tiers.values():
             tier.close()

@@ -108,6 +108,10 @@ class Inbox:
         record.take_on(index, grad, self._num_parts[index], ready)
         return True
 
+    def leave_rest(self) -> None:
+        """Leave what was not taken in to the step, which has it from its parameter. Call it with the worker away."""
+        self._arrived.clear()
+
     def allows(self, slot: SlotRecord) -> bool:
         """Return False until the step before is known to last, and where the guess is wrong."""
         return self._store.durability.may_write and (self.guess is None or self.guess.allows(slot))
@@ -202,10 +206,18 @@ class EarlyStep:
         """
         if self.is_asked:
             self.way.settle(self.begun, grad_scale)
+        if self._inbox is not None:
+            self._inbox.leave_rest()
         begun = self.begun
         if begun is not None and self._store.worker.job is not None:  # no error has stopped it
             self._num_early = learnt_early(begun.done, self._num_early)
         return begun
+
+    def drop(self) -> None:
+        """Give up the step that has begun, and keep none of its gradients; see `ForGood.drop`."""
+        self.way.drop()
+        if self.begun is None:
+            self._inbox = None
 
     def _begin(self, may_begin: Callable[[ParamRecord], bool]) -> StepRecord | None:
         """Begin a step in backward; return None if one has stopped, which `step()` says."""

@@ -169,7 +169,7 @@ class Finality:
         """Give up the step that began in backward, and take back what was guessed; else only a checkpoint leads on."""
         self.end_backward()
         if self.early.is_asked:
-            self.early.way.drop()
+            self.early.drop()
 
 
 def _hook(of: weakref.ref[Finality]) -> Callable[[torch.Tensor], None]:

@@ -95,16 +95,20 @@ class DeviceMirror:
         self._up: CopyQueue
         self._ready: dict[int, MirroredRuns] = {}
         """Mirrors that were filled and not taken yet, by the subgroup's index; the one filled first comes first."""
+        self._is_parked = False
 
     def fit(self, device: torch.device, max_numel: int) -> None:
         """Make room for `max_numel` padded elements, between two steps. After an error all is as before."""
         region = HostRegion(self.BYTES_PER_ELEMENT * max_numel)
         queues = CopyQueue(device), CopyQueue(device)
-        self._locks.lock(region, device, "lower zero_optimization.sub_group_size")
+        self._lock(region, device)
         self.close()
         self._down, self._up = queues
         self._region, self._ready = region, {}
         self._mirrors = [MirroredRuns(region, place, max_numel) for place in range(_NUM_MIRRORS)]
+
+    def _lock(self, region: HostRegion, device: torch.device) -> None:
+        self._locks.lock(region, device, "lower zero_optimization.sub_group_size")
 
     @property
     def size_bytes(self) -> int:
@@ -116,6 +120,7 @@ class DeviceMirror:
 
         What goes up comes after what came down, for which the host waits.
         """
+        self.wake()
         self._ready.clear()
         if self._mirrors:
             self._down.come_after()
@@ -178,7 +183,21 @@ class DeviceMirror:
             self._down.wait()
             self._up.wait()
             self._region.unpin()
-        self._region, self._mirrors = None, []
+        self._region, self._mirrors, self._is_parked = None, [], False
+
+    def park(self) -> None:
+        """Wait for the copies under way and give the pages back; the next step takes them again, as `wake` does."""
+        if self._region is not None:
+            self._down.wait()
+            self._up.wait()
+            self._is_parked = True  # first: whoever comes from here on locks them again
+            self._region.discard()
+
+    def wake(self) -> None:
+        """Page-lock what `park` gave back; no-op without that."""
+        if self._is_parked and self._region is not None:
+            self._lock(self._region, self._down.device)
+            self._is_parked = False
 
 
 class Mirrored(Updater):

@@ -807,7 +807,8 @@ class OffloadEngine:
     def park(self) -> None:
         """Give memory back between two steps, while a sampler needs it; see `OffloadOptimizer.park`.
 
-        The first forward, or whatever else needs it, takes memory again, with the same bits. Every rank may call it.
+        Gathered parameters go, and shards on a device leave it; buffers and scalars of the module stay there. The first
+        forward, or whatever else needs it, takes memory again, with the same bits. Every rank may call it.
 
         Raises:
             StateError: micro-batches of an unfinished step, or a step that stopped halfway.
@@ -820,7 +821,7 @@ class OffloadEngine:
         self.optimizer.park()
 
     def wake(self) -> None:
-        """Take memory for staging buffers again, now. Without it the first forward does."""
+        """Take memory again, now; see `OffloadOptimizer.wake`. Without it the first forward does."""
         self.optimizer.wake()
 
     def save_16bit_model(

@@ -4,17 +4,21 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from nvme_offload import FaultSpec, OffloadAdamW, StateError, initialize
+from nvme_offload import FaultSpec, OffloadAdamW, StateError, get_full_optimizer_state, get_full_param, initialize
 from tests.optim.state.test_on_device import take_step
+from tests.optim.zero.test_engine_on_device import BF16, DRIVE, FP16, KEPT, assert_same, behind, trained
+from tests.optim.zero.test_engine_on_device import section as section_on_device
 from tests.support.forked import ROOT
-from tests.support.interrupts import every, send_sigint, strided, struck
+from tests.support.interrupts import OURS, PACKAGES, every, send_sigint, strided, struck
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, Model, loss_of, section
-from tests.support.training import assert_same_bits, faulty_drive, params_of, run_child, set_grads
+from tests.support.training import assert_same_bits, faulty_drive, noted, params_of, run_child, set_grads
 from tests.support.training import section as plain_section
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,11 +95,41 @@ def test_bits_are_those_of_a_trainer_that_never_rested(place, tmp_path, alone):
     assert_same_bits(list(found.values()), list(expected.values()))
 
 
+def durable_on_device(*arguments, **more):
+    config = behind("forward", *arguments, **more)
+    config["zero_optimization"]["offload_optimizer"] = {**DRIVE, "durable": True, "rewrite_every": 3}
+    return config
+
+
+ON_DEVICE = {
+    "state on the device": section_on_device("none", accumulation=2, device_budget="1GiB", **BF16),
+    "some of it, fp32, inside the step": section_on_device("none", overlap_step="off", device_budget="40KiB"),
+    "state on NVMe": section_on_device("none", "nvme", model={"num_layers": 6}, **FP16),
+    "a durable run": durable_on_device("nvme", **BF16),
+    "in backward": behind("backward", "nvme", model={"width": 256, "slow": True}, **BF16),
+    "stage 2": section_on_device("cpu", **BF16)
+    | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "everything on NVMe": section_on_device("nvme", "nvme", 2, "nvme", activations=KEPT | {"keep": "all"}, **BF16),
+    "block by block": section_on_device("none", "nvme", 2, "nvme", micro_batch_order="vertical", **BF16),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_leaves_its_device_and_comes_back_with_the_same_bits(ranks):
+    """Those of the CPU, where nobody parks."""
+    results = trained([each | {"scales": [1] * 3, "parks": True} for each in ON_DEVICE.values()], ranks=ranks)
+    for name, (expected, found) in zip([*ON_DEVICE] * ranks, results, strict=True):
+        with noted(name):
+            assert_same(expected, found)
+            assert found["parked"] == [0] * 3
+
+
 SHAPES = [(70_001,), (999,), (65_537,)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def made(config):
-    params = params_of(SHAPES, torch.bfloat16)
+def made(config, device="cpu"):
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in params_of(SHAPES, *DTYPES)]
     return params, OffloadAdamW(params, lr=1e-2, offload=config)
 
 
@@ -106,30 +140,116 @@ def assert_as_in_memory(params, optimizer, number):
         for step in range(number):
             set_grads(others, step)
             in_memory.step()
-        assert_same_bits(params, others)
+        assert_same_bits([p.cpu() for p in params], others)
         for ours, theirs in zip(*(each.state_dict()["state"].values() for each in (optimizer, in_memory)), strict=True):
             assert_same_bits(list(ours.values()), list(theirs.values()))
 
 
-@strided(61)
-def test_a_ctrl_c_anywhere_in_park_and_wake_loses_nothing(stride, tmp_path):
-    params, optimizer = made(plain_section(tmp_path, sub_group_size=65536))
+PLACES = ["nvme", "durable", "memory", "device"]
+
+
+def config_of(place, folder):
+    """All of it there, or on the device as much of it as leaves some for the drive."""
+    if place == "durable":
+        return durable(folder)
+    budget = "900KiB" if place == "device" else None
+    return plain_section(folder if place != "memory" else None, sub_group_size=65536, device_budget=budget)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_optimizer_leaves_parameters_and_gradients_of_a_plain_module_alone_on_their_device(place, late, tmp_path):
+    params, optimizer = made(config_of(place, tmp_path), "late")
     with optimizer:
-        number = 0
-        for interrupt in every(stride, send_sigint):
-            set_grads(params, number)
+        for step in range(4):
+            assert optimizer.weights_version  # which marks what changes
+            set_grads(params, step)
             optimizer.step()
+            optimizer.park()
+            optimizer.park()  # which needs no room on the device
+            kept = [*params, *(p.grad for p in params)]
+            assert late.live_bytes + late.waiting_bytes == sum(each.nbytes for each in kept)
+            assert not late.pinned
+            if step % 2:
+                late.requests_left = step if place == "device" else 0
+                with pytest.raises(torch.OutOfMemoryError) if late.requests_left else nullcontext():
+                    optimizer.wake()
+                optimizer.wake()
+            assert optimizer.stats().device_state_bytes > 0 or place != "device"
+        assert_as_in_memory(params, optimizer, 4)
+        optimizer.park()
+    assert [p.isfinite().all().item() for p in params] == [True] * 3, "they outlive what is parked"
+
+
+class Shards:
+    """An engine, and gradients that no backward has brought: a process has the devices of its first one for good."""
+
+    def __init__(self, config, device):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(257, 257), torch.nn.Linear(257, 7)).to(device)
+        model[1].bias.requires_grad_(False)
+        self.engine = initialize(model, {**config, "fp32_modules": ["1"]})
+        self.in_fp32 = [*self.engine.module[1].parameters()]
+
+    def step(self, number):
+        for place, param in enumerate(self.engine.module.parameters()):
+            if param.requires_grad:
+                values = torch.randn(param.shape, generator=torch.Generator().manual_seed(9 * number + place))
+                values = (values if place > 1 else values.bfloat16()).to(param.device)
+                param.grad = DTensor.from_local(values, param.device_mesh, param.placements)
+        self.engine.optimizer.step()
+        self.engine.optimizer.zero_grad()
+
+    def values(self):
+        params, entry = [*self.engine.module.parameters()], get_full_optimizer_state
+        return [*map(get_full_param, params), *(entry(param, "exp_avg") for param in params[:3])]
+
+
+@strided(61)
+@pytest.mark.parametrize("place", ["nvme", "device", "shards"])
+def test_a_ctrl_c_anywhere_in_park_and_wake_loses_nothing(stride, place, tmp_path, request):
+    if place != "nvme":
+        request.getfixturevalue("late")
+    if place == "shards":
+        request.getfixturevalue("alone")
+        config = section_on_device("none", device_budget="600KiB", **BF16)
+        ours, theirs = Shards(config, "late"), Shards({**config, "device_budget": None}, "cpu")
+        trainer, step = ours.engine, ours.step
+    else:
+        params, trainer = made(config_of(place, tmp_path), "cpu" if place == "nvme" else "late")
+
+        def step(number):
+            set_grads(params, number)
+            trainer.step()
+
+    with trainer:
+        number = 0
+        far, inside = (1, OURS) if place == "nvme" else (5, PACKAGES)  # not in the stand-in, which takes its time
+        for interrupt in every(far * stride, send_sigint, inside):
+            step(number)
             number += 1
-            struck(interrupt, lambda: (optimizer.park(), optimizer.wake()))
+            struck(interrupt, lambda: (trainer.park(), trainer.wake()))
             if number % 3 == 0:
-                optimizer.park()
+                trainer.park()
         assert number > 3
-        assert_as_in_memory(params, optimizer, number)
+        if place == "shards":
+            for done in range(number):
+                theirs.step(done)
+            expected = theirs.values()
+            assert_same_bits(ours.values(), expected)
+            theirs.engine.close()
+            trainer.park()
+        else:
+            assert_as_in_memory(params, trainer, number)
+    if place == "shards":  # what is fp32 outlives its optimizer, also where that was parked
+        assert_same_bits([p.to_local().cpu() for p in ours.in_fp32], expected[2:4])
 
 
-def test_a_full_disk_stops_park_but_not_wake_and_loses_nothing(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "late"])
+def test_a_full_disk_stops_park_but_not_wake_and_loses_nothing(device, tmp_path, request):
+    if device == "late":
+        request.getfixturevalue("late")
     with faulty_drive(FaultSpec(seed=3, enospc=0.4)):
-        params, optimizer = made(plain_section(tmp_path, sub_group_size=65536))
+        params, optimizer = made(config_of("nvme" if device == "cpu" else "device", tmp_path), device)
     with optimizer:
         refused = 0
         for step in range(8):

@@ -74,7 +74,7 @@ def set_grads(params: Sequence[Parameter], step: int, *, without: Iterable[int] 
     for i, p in enumerate(params):
         generator = torch.Generator().manual_seed(1000 * step + i)
         grad = torch.randn(p.shape, generator=generator) * scale
-        p.grad = None if i in without else grad.to(p.dtype)
+        p.grad = None if i in without else grad.to(p.dtype).to(p.device)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

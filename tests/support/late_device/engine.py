@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import get_full_grad, get_full_optimizer_state, get_full_param, initialize
-from nvme_offload.optim.kernels import KernelPool
+from nvme_offload.optim.kernels import KernelPool, tile_weights
 from nvme_offload.optim.step.begin import Inbox
 from nvme_offload.optim.step.job import StepJob
 from nvme_offload.optim.zero.meshes import default_mesh
@@ -70,7 +70,8 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     """Losses, norms and a digest of all that was trained; bytes of the device at several moments, and waits for it.
 
     DRIVE in the section is the folder; its ``model`` is for `Model`, and ``meta`` there says where it is made; if it is
-    ``ahead``, the worker looks at gradients when the host has handed in all of them;
+    ``ahead``, the worker looks at gradients when the host has handed in all of them; if it ``parks``, the engine on the
+    stand-in does after each step, and ``parked`` has the bytes that the device has of it then;
     ``refusals`` requests to page-lock memory are refused; losses of each step are multiplied by one of ``scales``.
     """
     section = json.loads(json.dumps(section).replace("DRIVE", folder))
@@ -79,12 +80,14 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
     how = {"num_layers": LAYERS, **section.pop("model", {})}
     scales, guesses = section.pop("scales", [1] * STEPS), section.get("overlap_step") == "speculate"
     by_blocks, is_ahead = section.get("micro_batch_order") == "vertical", section.pop("ahead", False)
+    parked = [] if section.pop("parks", False) and device == "late" else None
     if guesses:
         be_eager(pytest.MonkeyPatch())
     if device == "cpu":
         section.pop("device_budget", None)  # it is for a device's memory
     is_born, mesh = how.pop("meta", False), None
     gc.collect()
+    tile_weights.cache_clear()
     before_bytes = LATE.live_bytes  # of what was trained before
     torch.manual_seed(0)
     if is_born:
@@ -129,8 +132,10 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                     losses.append(get_full_grad(engine.optimizer.param_groups[0]["params"][0]).float().sum())
                     summed.append("all have landed")
                 engine.step()
+                del batch
                 summed.append("step() is over")
                 worked.append("step")
+            _park(engine, parked, losses, before_bytes)
             waits[-1] += LATE.num_waits
             norms.append(engine.get_global_grad_norm())
         peak_bytes = LATE.peak_bytes
@@ -141,8 +146,16 @@ def train(device: str, folder: str, section: dict[str, Any]) -> dict[str, Any]:
                 digest.update(values.numpy().tobytes())
     found = {"losses": [float(each) for each in losses], "norms": norms, "digest": digest.hexdigest(), "growth": growth}
     found |= {"born_bytes": born_bytes - before_bytes, "peak_bytes": peak_bytes - before_bytes, "waits": waits}
-    found |= {"summed": summed, "worked": worked, "copies_where_it_computes": num_copies}
+    found |= {"parked": parked, "summed": summed, "worked": worked, "copies_where_it_computes": num_copies}
     return found | {"skipped": stats.skipped_steps, **{name: getattr(stats, name) for name in _COUNTED}}
+
+
+def _park(engine: Any, parked: list[int] | None, losses: list[torch.Tensor], before_bytes: int) -> None:
+    """Park where that is asked for; note the bytes of the device in use then, but for those before and of losses."""
+    if parked is not None:
+        engine.park()
+        others = sum(each.untyped_storage().nbytes() for each in losses if each.device.type == "late")
+        parked.append(LATE.live_bytes + LATE.waiting_bytes - before_bytes - others)
 
 
 def _wait_for_an_update(names: list[str], seconds: float) -> None:

@@ -31,7 +31,7 @@ from tests.support.late_device.queues import (
     run_all,
     set_device,
 )
-from tests.support.late_device.tensor import LateTensor, Memory, copy_from, empty, empty_strided
+from tests.support.late_device.tensor import LateTensor, Memory, arange, copy_from, empty, empty_strided
 
 NAME = "late"
 NUM_DEVICES = 2
@@ -160,6 +160,7 @@ def install() -> None:
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
+    library.impl("arange", arange, "PrivateUse1")
     _kept.extend([library, *autocast.libraries()])
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     _hide_from(torch._C, "_get_accelerator", torch.device("cpu"))

@@ -365,3 +365,10 @@ def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = No
         room = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype(), device="cpu")
         poison(room)
         return LateTensor(room, number_of(device))
+
+
+def arange(end: Any, *, dtype: Any = None, device: Any = None, **unused: Any) -> torch.Tensor:
+    """``aten::arange``, which torch makes of a tensor that grows."""
+    with LOCK:
+        made: torch.Tensor = _queue(aten.arange.default, (end,), {"dtype": dtype, "device": device})
+        return made
