@@ -1,4 +1,4 @@
-"""The pictures of the pages: `python -m scripts.pictures [tiers] [hidden_step] [plan] [durable]`, or all of them.
+"""The pictures of the pages: `python -m scripts.pictures [NAME ...]`, or all of `CHARTS`.
 
 They go to docs/pictures. `python -m scripts.pictures top RUN` takes one of `offload top` over a run that goes on.
 """
@@ -179,6 +179,34 @@ def _durable_steps() -> tuple[list[tuple[list[str], float]], dict[str, int]]:
     return steps, {"resume()": 9} | {call: found[0] for call, found in went.items() if found}
 
 
+WRITTEN = {
+    "PCIe 4.0, TLC, 4 TB": [(5.0, 615), (2.0, 1985), (0.6, 1400)],
+    "PCIe 4.0, TLC, 1 TB": [(4.5, 280), (2.0, 220), (0.5, 500)],
+    "PCIe 3.0, TLC, 1 TB": [(2.0, 150), (0.5, 450), (0.4, 400)],
+    "PCIe 3.0, QLC, 1 TB": [(1.6, 140), (0.15, 860)],
+}
+"""GB/s and how many GB it lasted, from tests that write an empty drive full; the tutorial names them."""
+
+
+def drives() -> None:
+    """Draw the rate at which consumer drives take writes over an hour."""
+    picture = Picture("GB/s at which consumer drives were written")
+    left, height, top = 24.0, 40, picture.y
+    scale = (WIDTH - left - 28) / 60
+    for name, parts in WRITTEN.items():
+        picture.y += 8
+        picture.line(f"{name}: {', then '.join(f'{rate:g}' for rate, _ in parts)}")
+        minute = 0.0
+        for rate, size in parts:
+            until = min(minute + size / rate / 60, 60)
+            tall = height * rate / 5
+            picture.bar(left + minute * scale, picture.y + height - tall, (until - minute) * scale, tall, "write")
+            minute = until
+        picture.y += height
+    picture.ticks(left, scale, top + LINE, range(0, 61, 15), " min")
+    picture.save(PICTURES / "drives.svg", "python -m scripts.pictures drives")
+
+
 def top() -> None:
     """Take a picture of `offload top` as a terminal of 80 x 24 shows it, over the run named behind it."""
     (found, *_), _ = runs_of(Path(sys.argv[2]))
@@ -189,7 +217,7 @@ def top() -> None:
     (PICTURES / "top.svg").write_text(alone, encoding="utf-8")
 
 
-CHARTS = {"tiers": tiers, "hidden_step": hidden_step, "plan": plan, "durable": durable}
+CHARTS = {"tiers": tiers, "hidden_step": hidden_step, "plan": plan, "durable": durable, "drives": drives}
 
 
 if __name__ == "__main__":
