@@ -101,19 +101,14 @@ def plan(
     It also says which model of such layers is the largest that fits.
     """
     try:
-        drives, its_size = _drives(drive, bench, (read_bw, write_bw, mixed_bw), tbw)
-        memory, rate, operations = _card(card, device_memory, pcie, flops)
         machine = Machine(
             ranks=ranks,
             ranks_per_node=min(ranks, 8) if ranks_per_node is None else ranks_per_node,
             host_memory=total_bytes() if host_memory is None else host_memory,
-            device_memory=memory,
-            drives=drives,
-            capacity=its_size if capacity is None else capacity,
-            flops=operations,
             update_rate=update_rate,
-            pcie=rate,
             network=network,
+            **_card(card, device_memory, pcie, flops),
+            **_drives(drive, capacity, bench, (read_bw, write_bw, mixed_bw), tbw),
         )
         shape = _shape(model, params, layers, hidden, vocab, lora)
         chooser = Chooser(
@@ -139,10 +134,8 @@ def _step(config: Path | None, tokens: int | None, micro_batches: int | None, ra
     return step_of(tokens, micro_batches if config is None else 1, ranks)
 
 
-def _card(
-    name: str | None, memory: int | None, pcie: float | None, flops: float | None
-) -> tuple[int | None, float | None, float | None]:
-    """Return memory, bus and operations of a GPU as given, else those of its name, else this machine's memory.
+def _card(name: str | None, memory: int | None, pcie: float | None, flops: float | None) -> dict[str, Any]:
+    """Return fields of a `Machine`: of a GPU as given, else those of its name, else this machine's memory.
 
     Without memory ranks compute on the CPU.
     """
@@ -155,7 +148,7 @@ def _card(
         memory = facts_of(here)["memory_bytes"]
     if not memory and pcie is not None:
         raise PlanError("--pcie is between a GPU and its host: give --gpu-memory, too")
-    return memory or None, pcie, flops
+    return {"device_memory": memory or None, "pcie": pcie, "flops": flops}
 
 
 def _planned(
@@ -202,23 +195,27 @@ def _shape(
 
 
 def _drives(
-    name: str | None, bench: Path | None, rates: tuple[int | None, int | None, int | None], tbw: float | None
-) -> tuple[Drives | None, int | None]:
-    """Return a node's drives by name, as they were measured, or from their rates; and the bytes of those of a name."""
-    (read, write, mixed), has_rates = rates, rates != (None, None, None)
+    name: str | None,
+    capacity: int | None,
+    bench: Path | None,
+    rates: tuple[int | None, int | None, int | None],
+    tbw: float | None,
+) -> dict[str, Any]:
+    """Return fields of a `Machine`: of a node's drives by name, as they were measured, or from their rates."""
+    (read, write, mixed), has_rates, drives = rates, rates != (None, None, None), None
     if name is not None:
         if bench is not None or has_rates:
             raise PlanError(f"--drive {name} has its rates; leave out --bench, --read-bw and the like")
         count, each = drives_of(name)
         endurance = each.endurance * count if tbw is None else tbw
-        named = Drives.of_rates(each.read * count * 1e9, each.write * count * 1e9, terabytes_written=endurance)
-        return named, round(each.size * count * 1e12)
-    if bench is not None:
+        drives = Drives.of_rates(each.read * count * 1e9, each.write * count * 1e9, terabytes_written=endurance)
+        capacity = round(each.size * count * 1e12) if capacity is None else capacity
+    elif bench is not None:
         if has_rates:
             raise PlanError("rates of drives come from --bench, or from --read-bw and the like: give one")
-        return Drives.of_bench(bench, tbw), None
-    if read is not None and write is not None:
-        return Drives.of_rates(read, write, mixed, tbw), None
-    if has_rates or tbw is not None:
+        drives = Drives.of_bench(bench, tbw)
+    elif read is not None and write is not None:
+        drives = Drives.of_rates(read, write, mixed, tbw)
+    elif has_rates or tbw is not None:
         raise PlanError("drives need --bench, or both --read-bw and --write-bw")
-    return None, None
+    return {"drives": drives, "capacity": capacity}

@@ -19,7 +19,7 @@ COPY_RATE = 3e9
 
 
 class PlanError(ValueError):
-    """What is said of a machine or a model cannot be used; says what to give instead."""
+    """Something that is said of a machine or a model cannot be used; says what to give instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
