@@ -1,5 +1,6 @@
 """Settings for every test."""
 
+import atexit
 import fcntl
 import gc
 import os
@@ -65,6 +66,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[object]:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # Triton's binding would list all that it still has as leaked
     gc.enable()
     if _is_worker(session.config):
         from tests.support.forked import fork_here  # not before OMP_WAIT_POLICY is set

@@ -153,6 +153,7 @@ def main(arguments=None):
     parser.add_argument("--ranks", type=int, help="of all chains; drawn, if it is left out")
     parser.add_argument("--case", type=ast.literal_eval, help="as it was printed")
     given = parser.parse_args(arguments)
+    given.folder.mkdir(parents=True, exist_ok=True)
     fixed = {} if given.ranks is None else {"ranks": given.ranks}
     cases = [given.case] if given.case else drawn(random.Random(given.seed), given.chains, **fixed)
     report = {"chains": 0, "refused": 0, "wrong": 0, "sparse changes": 0}

@@ -1,5 +1,6 @@
 """Imports for the process that children are forked from; a child looks for garbage in its own objects only."""
 
+import atexit
 import contextlib
 import gc
 import sys
@@ -16,3 +17,4 @@ for name in NAMES.split():
 sys.dont_write_bytecode = False  # as conftest.py has it: a flag of this interpreter may say otherwise
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)
