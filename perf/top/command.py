@@ -32,7 +32,7 @@ from nvme_offload.offload.foreign import COUNT, EACH, fits, printable
 from nvme_offload.offload.host.proc import PROC
 from nvme_offload.offload.storage.run_directory import PREFIX, RECORD_NAME
 from nvme_offload.offload.storage.tier_plan import TIERS
-from nvme_offload.offload.units import format_bytes, format_rate
+from nvme_offload.offload.units import TB, format_bytes, format_rate
 from nvme_offload.optim.telemetry.run_record import KINDS, bytes_moved, read_records
 from ..measure.results import figures
 
@@ -151,7 +151,7 @@ def _now(record: Mapping[str, Any], free_bytes: int | None, room: int) -> Table:
     depth, most = scalars["achieved_depth"], record["queue_depth"]
     table.add_row(f"depth, of {most}", f"{depth:.1f}", _bar(depth / most, room), record["engine"])
     written, elapsed = bytes_moved(scalars, "written"), record["time"] - record["started"]
-    a_day = f"{format_bytes(round(written / elapsed * SECONDS_PER_DAY))} a day" if elapsed > 0 else ""
+    a_day = f"{written / elapsed * SECONDS_PER_DAY / TB:.3g} TB a day" if elapsed > 0 else ""
     table.add_row("written by this run", format_bytes(round(written)), a_day)
     committed, free = scalars.get("committed_step"), "" if free_bytes is None else format_bytes(free_bytes)
     if committed is not None:

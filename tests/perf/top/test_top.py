@@ -131,7 +131,7 @@ def test_a_wide_terminal_has_longer_bars_and_what_was_before(log, capsys):
         words = shown(" ".join(lines))
         assert "rate, the most 2.00 GB/s ▃▅█▁" in words
         assert "seconds of a step, the most 2.00 s ██▅█" in words
-        assert "written by this run 22 GiB 518.78 GiB a day" in words
+        assert "written by this run 22 GiB 0.557 TB a day" in words
 
 
 def test_what_was_seen_of_a_run_stays_when_its_file_goes(log):
