@@ -8,8 +8,8 @@
 #   next second; its Zstd, LZ4 and Zlib do not.
 # Version: numcodecs 0.16.6, blosc2 4.14.1, numpy 2.4.6.
 # Why: Threads of Blosc and Blosc2 append their blocks in the order in which they end, and a table
-#   of offsets finds them (c-blosc and c-blosc2, blosc/blosc.c: t_blosc). GZip writes the time
-#   into its header.
+#   of offsets finds them (t_blosc in c-blosc's blosc/blosc.c, and c-blosc2's blosc/blosc2.c).
+#   GZip writes the time into its header.
 # Means: Chunks of a Zarr or Blosc2 store that was written again have other checksums: copies by
 #   content, rsync and tests of bytes see changes. Compare what is decoded, or set one thread.
 
