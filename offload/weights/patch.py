@@ -30,6 +30,8 @@ from .reader import SafetensorsReader
 from .writer import entry_of
 
 INDEX = "versions.json"
+_FILE = f"{'[0-9]' * 8}.safetensors"  # other files in the folder are not ours
+_FORMAT = 2  # of the index
 _FURTHER = 255  # a byte of gaps that says: so many elements on, and no change there
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice
 _versions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -139,7 +141,7 @@ def _apply(target: torch.Tensor, change: WeightChange) -> None:
         return
     indices = change.indices.to(target.device, torch.int64)
     if target.is_contiguous():
-        target.view(-1).index_copy_(0, indices, values)
+        target.view(-1).index_put_((indices,), values)  # index_copy_ has no float8 on a CPU
     else:
         target.index_put_(torch.unravel_index(indices, change.shape), values)
 
@@ -147,13 +149,15 @@ def _apply(target: torch.Tensor, change: WeightChange) -> None:
 def save_patch(patch: WeightPatch, folder: str | os.PathLike[str], *, writes: bool = True) -> Path | None:
     """Write a patch into a folder, where `apply_patch` finds it. Every rank goes through the patch; one `writes`.
 
-    A patch of all weights begins the chain anew, and the files before the previous one are removed.
+    A patch of all weights begins the chain anew, also where the index is damaged, and the files before the previous one
+    are removed. So is what a killed writer left.
 
     Returns:
         The file; None where this rank does not write.
 
     Raises:
         StateError: the patch does not follow the latest in the folder; it was gone through, and nothing was written.
+        WeightsError: the index is damaged, and the patch has not all weights; nothing was written.
         OSError: the file could not be written. The folder is as it was.
     """
     place = user_path(folder)
@@ -161,18 +165,24 @@ def save_patch(patch: WeightPatch, folder: str | os.PathLike[str], *, writes: bo
         for _ in patch:
             pass
         return None
-    known = _read_index(place) if (place / INDEX).exists() else []
+    try:
+        known = _read_index(place) if (place / INDEX).exists() else []
+    except WeightsError:
+        if patch.since is not None:
+            raise
+        known = []
     kept = known if patch.since is not None else []
     if kept and kept[-1]["version"] != patch.since:
         raise StateError("save_patch", f"a patch since {kept[-1]['version']}", f"one since {patch.since}")
     make_folder(place)
-    name = f"{max((int(Path(link['file']).stem) for link in known), default=0) + 1:08d}.safetensors"
+    files = [*place.glob(_FILE)]
+    name = f"{max((int(file.stem) for file in files), default=0) + 1:08d}.safetensors"
     link = {"since": patch.since, "version": patch.version, "file": name}
     _replace(place / name, lambda file: link.update(_write(file, patch)))
-    text = json.dumps({"format": 1, "patches": [*kept, link]}).encode()
+    text = json.dumps({"format": _FORMAT, "patches": [*kept, link]}).encode()
     _replace(place / INDEX, lambda file: file.write(text))
     spared = {each["file"] for each in (*known, link)}
-    for old in place.glob("????????.safetensors"):
+    for old in (*files, *place.glob(f".{_FILE}.*"), *place.glob(f".{INDEX}.*")):
         if old.name not in spared:
             old.unlink(missing_ok=True)
     return place / name
@@ -182,7 +192,7 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
     """Give a file another content, or leave it as it is."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(hidden, "wb") as file:
+        with open(hidden, "w+b") as file:
             write(file)
             file.flush()
             sync_file(file.fileno())
@@ -198,7 +208,7 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
     file.seek(8 + room)
     said = {"format": "pt", "since": patch.since or "", "version": patch.version}
     header: dict[str, Any] = {"__metadata__": said}
-    digest, at, sparse = hashlib.sha256(), 0, dict[str, tuple[int, ...]]()
+    at, sparse = 0, dict[str, tuple[int, ...]]()
     for change in patch:
         parts = {change.name: change.values.view(change.shape)} if change.indices is None else {}
         if change.indices is not None:
@@ -207,13 +217,13 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
         for name, tensor in parts.items():
             content = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             file.write(content)
-            digest.update(content)
             stop = at + len(content)
             header[name] = entry_of(tensor, tensor.dtype, at, stop)
             at = stop
     file.seek(0)
     file.write(struct.pack("<Q", room) + json.dumps(header, separators=(",", ":")).encode().ljust(room))
-    return {"sha256": digest.hexdigest(), "sparse": sparse}
+    file.seek(0)
+    return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "sparse": sparse}
 
 
 def _gaps_of(indices: torch.Tensor) -> torch.Tensor:
@@ -237,17 +247,25 @@ def _read_index(folder: Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(index.read_bytes())
         links: list[dict[str, Any]] = content["patches"]
-        sane = content["format"] == 1 and all(
-            link["file"] == f"{int(Path(link['file']).stem):08d}.safetensors" for link in links
-        )
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+        sane = all(map(_is_sane, links))
         follows = all(after["since"] == before["version"] for before, after in pairwise(links))
     except OSError as error:
         raise WeightsError(index, f"cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(index, f"is no index of patches ({error}): write a patch of all weights anew") from error
     if not (sane and follows):
         raise WeightsError(index, "has patches that do not follow each other: write a patch of all weights anew")
     return links
+
+
+def _is_sane(link: Mapping[str, Any]) -> bool:
+    """Return whether what an index says of a file has the right types; what is not there raises."""
+    is_numbered = link["file"] == f"{int(Path(link['file']).stem):08d}.safetensors"
+    sizes = (size for shape in link["sparse"].values() for size in shape)
+    strings = (link["version"], link["sha256"], link["since"] or "")
+    return is_numbered and all(type(size) is int for size in sizes) and all(type(each) is str for each in strings)
 
 
 def _chain(folder: Path, have: str | None) -> list[WeightPatch]:
@@ -266,13 +284,15 @@ def _chain(folder: Path, have: str | None) -> list[WeightPatch]:
 def _opened(folder: Path, link: Mapping[str, Any]) -> WeightPatch:
     path, sparse = folder / link["file"], link["sparse"]
     stored = SafetensorsReader(path)
-    kinds = {name: (torch.Size(shape), stored.tensors[f"{name}:values"].dtype) for name, shape in sparse.items()}
+    _verify(path, link["sha256"])
     parts = {f"{name}:{part}" for name in sparse for part in ("gaps", "values")}
+    if not parts <= stored.tensors.keys():
+        raise WeightsError(folder / INDEX, f"does not fit {path.name}: write a patch of all weights anew")
+    kinds = {name: (torch.Size(shape), stored.tensors[f"{name}:values"].dtype) for name, shape in sparse.items()}
     kinds |= {name: (torch.Size(each.shape), each.dtype) for name, each in stored.tensors.items() if name not in parts}
 
     def changes() -> Iterator[WeightChange]:
         with closing(stored):
-            _verify(stored, path, link["sha256"])
             for name, (shape, dtype) in kinds.items():
                 at = _indices_of(stored.read(f"{name}:gaps"), shape) if name in sparse else None
                 values = stored.read(f"{name}:values" if name in sparse else name)
@@ -283,13 +303,11 @@ def _opened(folder: Path, link: Mapping[str, Any]) -> WeightPatch:
     )
 
 
-def _verify(stored: SafetensorsReader, path: Path, expected: str) -> None:
-    digest = hashlib.sha256()
-    for name in _in_order(stored):
-        digest.update(stored.read(name).view(torch.uint8).numpy().data)
-    if digest.hexdigest() != expected:
-        raise WeightsError(path, "its tensors are not those that were written: the file is damaged")
-
-
-def _in_order(stored: SafetensorsReader) -> Iterable[str]:
-    return sorted(stored.tensors, key=lambda name: stored.tensors[name].offset)
+def _verify(path: Path, expected: str) -> None:
+    try:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightsError(path, f"cannot be read: {error.strerror}") from error
+    if actual != expected:
+        raise WeightsError(path, "it is not the file that was written: the file is damaged")

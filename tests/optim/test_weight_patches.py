@@ -18,7 +18,7 @@ from tests.support.drawn_patches import bits, differing, drawn, patched, run, wh
 from tests.support.forked import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.rules import CASES
-from tests.support.training import section
+from tests.support.training import noted, section
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,7 +262,7 @@ def test_a_chain_of_files_is_followed_from_wherever_a_model_is(tmp_path):
     ours, theirs = before.state_dict(), model.state_dict()
     assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
     (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "versions.json").write_text(json.dumps({"format": 1, "patches": links[1:]}))
+    (tmp_path / "cut" / "versions.json").write_text(json.dumps({"format": 2, "patches": links[1:]}))
     with pytest.raises(StateError, match="a patch since elsewhere, or one of all weights"):
         apply_patch(other, tmp_path / "cut", at="elsewhere")
 
@@ -286,11 +286,52 @@ def test_a_broken_chain_or_file_is_refused_and_a_whole_patch_heals_it(tmp_path):
         with pytest.raises(StateError, match=f"a patch since {version}, actual one since "):
             save_patch(optimizer.weights(model, since=optimizer.weights_version), folder)
         patch = optimizer.weights(model, since="")
-        save_patch(patch, folder)
+        index.write_text("{")
+        (folder / "adapters.safetensors").touch()  # somebody else's
+        (folder / ".00000005.safetensors.1").touch()  # of a writer that was killed
+        file = save_patch(patch, folder)
         assert apply_patch(before, folder) == patch.version
+    assert {each.name for each in folder.iterdir()} == {file.name, index.name, "adapters.safetensors"}
     assert [link["since"] for link in json.loads(index.read_text())["patches"]] == [None]
     with pytest.raises(WeightsError, match=r"turned of shape \(300, 257\): the model has no such weight"):
         apply_patch(nn.Linear(2, 2), folder)
+
+
+INDEX_ENTRIES = {
+    "no digest": lambda link: link.pop("sha256"),
+    "no version": lambda link: link.pop("version"),
+    "nothing sparse": lambda link: link.update(sparse=None),
+    "no shape": lambda link: link.update(sparse={"turned": "ab"}),
+    "sparse elsewhere": lambda link: link.update(sparse={"elsewhere": [300, 257]}),
+}
+
+
+def test_damage_anywhere_is_refused_before_anything_has_changed(tmp_path):
+    model, _, version = small_patches(tmp_path)
+    folder = tmp_path / "patches"
+    index, file = folder / "versions.json", folder / "00000004.safetensors"
+    whole, content = index.read_text(), file.read_bytes()
+    links = json.loads(whole)["patches"]
+    index.write_text(json.dumps({"format": 2, "patches": links[:2]}))
+    have = digest_of(model) if apply_patch(model, folder) == links[1]["version"] else ""
+
+    def refused(what):
+        with noted(what), pytest.raises(WeightsError):
+            apply_patch(model, folder)
+        assert digest_of(model) == have
+
+    for what, spoil in INDEX_ENTRIES.items():
+        spoilt = json.loads(whole)
+        spoil(spoilt["patches"][3])
+        index.write_text(json.dumps(spoilt))
+        refused(what)
+    index.write_text(whole)
+    for place in range(0, len(content), 41):
+        if place < 1200 or place % 4001 < 41:
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            refused(f"byte {place}")
+    file.write_bytes(content)
+    assert apply_patch(model, folder) == version
 
 
 def test_a_file_takes_three_bytes_for_each_changed_word_and_more_only_where_they_lie_far_apart(tmp_path):
