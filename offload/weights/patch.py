@@ -31,7 +31,7 @@ from .writer import entry_of
 
 INDEX = "versions.json"
 _FILE = f"{'[0-9]' * 8}.safetensors"  # other files in the folder are not ours
-_FORMAT = 2  # of the index
+_FORMAT = 1  # of the index
 _FURTHER = 255  # a byte of gaps that says: so many elements on, and no change there
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice
 _versions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -262,7 +262,7 @@ def test_a_chain_of_files_is_followed_from_wherever_a_model_is(tmp_path):
     ours, theirs = before.state_dict(), model.state_dict()
     assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
     (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "versions.json").write_text(json.dumps({"format": 2, "patches": links[1:]}))
+    (tmp_path / "cut" / "versions.json").write_text(json.dumps({"format": 1, "patches": links[1:]}))
     with pytest.raises(StateError, match="a patch since elsewhere, or one of all weights"):
         apply_patch(other, tmp_path / "cut", at="elsewhere")
 
@@ -312,7 +312,7 @@ def test_damage_anywhere_is_refused_before_anything_has_changed(tmp_path):
     index, file = folder / "versions.json", folder / "00000004.safetensors"
     whole, content = index.read_text(), file.read_bytes()
     links = json.loads(whole)["patches"]
-    index.write_text(json.dumps({"format": 2, "patches": links[:2]}))
+    index.write_text(json.dumps({"format": 1, "patches": links[:2]}))
     have = digest_of(model) if apply_patch(model, folder) == links[1]["version"] else ""
 
     def refused(what):
