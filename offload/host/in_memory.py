@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nvme_offload.aio_native.descriptor import Descriptor
+from ..sync import sync_data
 from .disks import disk_of, disks_below
 from .page_cache import cached_pages
 from .proc import mount_of, read
@@ -38,7 +39,8 @@ def _stays_in_cache(fd: int, alignment: int) -> bool:
     try:
         if is_empty:
             os.pwrite(fd, mmap.mmap(-1, alignment), 0)
-        os.posix_fadvise(fd, 0, alignment, os.POSIX_FADV_DONTNEED)  # others may have read a file that is kept
+        sync_data(fd)  # others may have read or written a file that is kept, by folios larger than a page
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return bool(cached_pages(fd, mmap.PAGESIZE))
     finally:
         if is_empty:

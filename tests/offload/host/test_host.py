@@ -16,6 +16,7 @@ import torch
 
 from nvme_offload import ClosedError
 from nvme_offload.offload.host.buffer_pool import BufferPool
+from nvme_offload.offload.host.in_memory import memory_of
 from nvme_offload.offload.host.region import HUGE_PAGE_BYTES, HostRegion
 from tests.support.threads import at_once
 
@@ -278,3 +279,10 @@ def test_all_buffers_are_pinned_or_none(late, monkeypatch):
         pool.pin(torch.device("late"))
     assert len(asked) == 2
     assert not late.pinned
+
+
+def test_what_others_have_just_written_through_the_cache_is_not_taken_for_memory(tmp_path):
+    restored, new = tmp_path / "restored", tmp_path / "new"
+    restored.write_bytes(os.urandom(8 << 20))
+    with restored.open("r+b", buffering=0) as kept, new.open("w+b", buffering=0) as made:
+        assert memory_of(kept.fileno(), 4096) == memory_of(made.fileno(), 4096)
