@@ -279,12 +279,32 @@ def _open_direct(path: Path, flags: int) -> tuple[Descriptor, int] | None:
             raise
     else:
         reported = reported_alignment(file.fileno())
+        if not flags & os.O_EXCL and reported and max(reported) > MIN_ALIGNMENT:
+            reported = _unless_shared(path, reported)
         if reported != NO_DIRECT_IO:
             return file, max(MIN_ALIGNMENT, *(reported or (0, 0)))
         file.close()
     if flags & os.O_EXCL:
         drive.ask(path, path.unlink, True)
     return None
+
+
+def _unless_shared(path: Path, reported: tuple[int, int]) -> tuple[int, int]:
+    """Return what the file system asks of a new file beside this one, by which extents of this one were placed.
+
+    XFS asks for whole blocks of a file that ever shared blocks with a copy, and writes less than that all the same.
+    """
+    making = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+    with suppress(OSError), drive.ask(path, Descriptor, os.open, path.parent, making) as new:
+        if (asked := reported_alignment(new) or reported) != reported:
+            logger.warning(
+                "%s shared its blocks with a copy (cp --reflink): writes of less than %d bytes go through the page "
+                "cache. A copy by `cp -r --reflink=never` in place of its folder does not",
+                path,
+                max(reported),
+            )
+            return asked
+    return reported
 
 
 def reported_alignment(fd: int) -> tuple[int, int] | None:
