@@ -62,7 +62,7 @@ hosts: setup
 
 # A training on every file system that this kernel and its tools can make, as root; writes the table of docs/storage.md.
 filesystems: setup
-	WRITE_FILE_SYSTEMS=docs/storage.md $(BIN)/python -m pytest -m "slow or not slow" tests/test_file_systems.py $(ARGS)
+	WRITE_FILE_SYSTEMS=docs $(BIN)/python -m pytest -m "slow or not slow" tests/test_file_systems.py $(ARGS)
 
 # All of tests/clients, slow ones too, with the real packages in an environment of its own; writes the table of docs/clients.md.
 clients:

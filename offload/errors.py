@@ -54,7 +54,8 @@ UNEXPANDED = "$ is not expanded here: write the folder's name out, or in Python 
 """Said of a path with a $ in it that is not there."""
 
 _REMEDIES = {
-    errno_names.ENOSPC: "the file system is full: free space on it or put nvme_path on another one",
+    errno_names.ENOSPC: "the file system is full: free space on it (`df -i`: or inodes), or put nvme_path on another "
+    "one",
     errno_names.EDQUOT: "a quota (of user, group or folder) is used up: free some of it, have it raised, or put "
     "nvme_path on another file system",
     errno_names.EIO: "the drive reported an error, and this range cannot be trusted: look at `dmesg` and "

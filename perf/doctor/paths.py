@@ -6,8 +6,11 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.config.section import OffloadConfig
+from nvme_offload.offload.errors import SwapIOError
 from nvme_offload.offload.host.proc import Mount
 from nvme_offload.offload.storage.swap_file import MIN_ALIGNMENT
 from nvme_offload.offload.units import GiB, format_bytes
@@ -26,6 +29,7 @@ NETWORK = (
 BYTES_PER_PARAMETER = 10
 """Optimizer state of a bf16 parameter: the lower half of its master weight, and two fp32 moments."""
 _STOPS = "a run stops when it starts"
+_AS_SAID = "as it says; where it says nothing, choose a path on ext4 or XFS on an NVMe drive"
 _ELSEWHERE = "choose a path on ext4 or XFS on an NVMe drive"
 
 
@@ -40,10 +44,15 @@ def check_path(path: Path, config: OffloadConfig, engines: Sequence[str]) -> tup
     try:
         mount, drive = mount_at(path), drive_of(path)
         findings.append(check_file_system(mount))
+        overwrites_in_place = False
         if engines:
             aio = config.aio.model_dump(exclude_unset=True, exclude={"path_weights"})
-            findings += check_trial(try_folder(path, aio, engines), engines, config)
+            seen = try_folder(path, aio, engines)
+            overwrites_in_place = seen.moved is False
+            findings += check_trial(seen, engines, config)
         findings.append(check_space(path))
+        if overwrites_in_place:
+            findings += check_more(path)
         if drive:
             findings += check_drive(drive)
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
@@ -53,7 +62,7 @@ def check_path(path: Path, config: OffloadConfig, engines: Sequence[str]) -> tup
         return [_cannot_write(path, error)], None
     except OSError as error:  # a drive or a server that fails while it is looked at
         found = saw("folder", f"fails: {error}")
-        findings.append(found.error("a run would fail, too", "look at: sudo dmesg | tail"))
+        findings.append(found.error("a run would fail, too", _remedy(error, path)))
     return findings, drive
 
 
@@ -63,14 +72,18 @@ def check_usable(path: Path) -> Finding | None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return saw("folder", "does not exist").error("a run does not make it", f"mkdir -p {quoted}")
+        target = Path(os.path.realpath(path))
+        found = f"is a link to {target}, which does not exist" if path.is_symlink() else "does not exist"
+        return saw("folder", found).error("a run does not make it", f"mkdir -p {shlex.quote(str(target))}")
     except OSError as error:
         return saw("folder", f"cannot be reached: {error.strerror}").error(_STOPS, f"namei -l {quoted}")
     if not stat.S_ISDIR(mode):
         return saw("folder", "is not a directory").error("swap files go into a directory", "name another one")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-        return _cannot_write(path, PermissionError(errno.EROFS if is_read_only else errno.EACCES, ""))
+    try:
+        os.scandir(path).close()
+        os.rmdir(mkdtemp(prefix=".offload-doctor-", dir=path))
+    except OSError as error:
+        return _cannot_write(path, error)
     return None
 
 
@@ -79,11 +92,19 @@ def _cannot_write(path: Path, error: OSError) -> Finding:
     if error.errno == errno.EROFS:
         remedy = f"sudo mount -o remount,rw $(findmnt -no TARGET -T {quoted}), or choose another path"
         return saw("folder", "is mounted read-only").error(_STOPS, remedy)
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if error.errno == errno.EPERM:
+        found = saw("folder", "takes no changes, whoever makes them: it is immutable or append-only")
+        return found.error(_STOPS, f"lsattr -d {quoted}; sudo chattr -i -a {quoted}, or choose another path")
+    if error.errno == errno.EACCES:
         remedy = f"sudo install -d -o {os.geteuid()} {shlex.quote(str(path / 'offload'))}, and name that folder"
         return saw("folder", f"cannot be written by user {os.geteuid()}").error(_STOPS, remedy)
     found = saw("folder", f"no file can be made: {os.strerror(error.errno or 0)}")
     return found.error(_STOPS, f"df -h {quoted}; df -i {quoted}")
+
+
+def _remedy(error: OSError, path: Path) -> str:
+    """Return what a run would say that is to be done."""
+    return SwapIOError(error.errno or errno.EIO, path=path, direction="allocate").remedy
 
 
 def _is_remote(kind: str) -> bool:
@@ -110,7 +131,7 @@ def check_trial(seen: TrialSeen, engines: Sequence[str], config: OffloadConfig) 
     first = engines[0]
     if first in seen.failures:
         found = saw("run", f"through {first}: {seen.failures[first]}")
-        yield found.error("a run here ends the same way", _ELSEWHERE)
+        yield found.error("a run here ends the same way", _AS_SAID)
     for engine in seen.failures if first not in seen.failures else ():
         found = saw("run", f"through {engine}: {seen.failures[engine]}")
         meaning = f"it cannot take the place of {first}: where that is lost, a run ends"
@@ -119,7 +140,7 @@ def check_trial(seen: TrialSeen, engines: Sequence[str], config: OffloadConfig) 
         what = "two steps, a commit, a kill, a resume, an activation, a swap"
         yield saw("run", f"{what}: the bits of a run in memory, through {', '.join(passed)}")
     for text in seen.said:
-        yield saw("run says", text).warning("a run here warns of it, too", _ELSEWHERE)
+        yield saw("run says", text).warning("a run here warns of it, too", _AS_SAID)
     if first in passed:
         yield check_direct_io(seen, config)
         yield check_promises(seen)
@@ -174,6 +195,23 @@ def check_space(path: Path) -> Finding:
         return saw("space", said).warning(meaning, "free some, or choose another path")
     billions = free / BYTES_PER_PARAMETER / 1e9
     return saw("space", f"{said}: state of {billions:.2g} billion bf16 parameters")
+
+
+def check_more(path: Path) -> Iterator[Finding]:
+    """Whether much more than a trial takes can be reserved: free space counts neither quotas nor limits of files."""
+    making = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC  # gone with its descriptor, however this ends
+    system = os.statvfs(path)
+    size_bytes = min(GiB, system.f_bavail * system.f_frsize // 2)
+    what = f"{format_bytes(size_bytes)} at once"
+    try:
+        with Descriptor(os.open, path, making) as fd:
+            os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            found = saw("reserve", f"{what}: {error.strerror}")
+            yield found.warning("a run that takes so much stops", _remedy(error, path))
+    else:
+        yield saw("reserve", f"{what}: works")
 
 
 def check_drive(drive: Drive) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ def _confine(calls: Sequence[str], ordinary_user: bool, memlock_bytes: int | Non
     if memlock_bytes is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock_bytes, memlock_bytes))
     if ordinary_user and os.geteuid() == 0:
-        _become_nobody()
+        become_nobody()
     if calls:
         forbid(calls)
 
@@ -95,7 +95,7 @@ def _mount(file_systems: Mapping[Path, str]) -> None:
         check(made, f"mount {kind}")
 
 
-def _become_nobody() -> None:
+def become_nobody() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "PR_SET_KEEPCAPS")
     os.setgroups([])
