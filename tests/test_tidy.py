@@ -22,7 +22,7 @@ ROOMS_BOTTOM_UP = {
     "aio_native": "_native descriptor faults interrupt uring_refusal / finalizing / engine starting / bell "
     "operation / requests / injection / python_engine / aiofiles_engine null pyuring uring "
     "/ registry",
-    "offload": "foreign / _torch_private devices units user_path warn / _fsdp_passes errors progress / host sync / "
+    "offload": "foreign / _torch_private devices units user_path warn / _fsdp_passes errors progress sync / host / "
     "config / storage / durable staging / shards swapper / activations weights",
     "optim": "_kernels telemetry / ranks rules / layout / kernels precision / fused / tiers / updates / state / "
     "access / birth durable / step weights / optimizer / checkpoint named_optimizers / zero / adapters",
