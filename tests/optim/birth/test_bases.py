@@ -170,7 +170,7 @@ def test_adapters_have_the_bits_of_a_run_in_memory(rank, world_size, tmp_path, p
         return losses, weights
 
     losses, weights = run(tiers={})
-    for way in SOME_WAYS if steps == 3 else EVERY_WAY:
+    for way in EVERY_WAY if steps > 3 else SOME_WAYS if world_size == 1 else SOME_WAYS[-1:]:
         ours = run(**way)
         assert ours[0] == losses, way
         assert_same_bytes(ours[1], weights)

@@ -239,10 +239,8 @@ def test_what_people_have_holds_what_they_train(model, card, host):
         assert "64 micro-batches of a step write" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n > 0), id=case.name) for n, case in enumerate(plan_machines.CASES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(n, id=case.name) for n, case in enumerate(plan_machines.CASES)])
 def test_the_section_for_what_people_have_takes_what_its_plan_says(number):
     """A small model of the same shape runs with it, in a process of its own; its budgets are as small beside it."""
     figures = plan_machines.in_child(number, compute=0.0)
