@@ -153,7 +153,7 @@ def _load_binding() -> ModuleType:
     except (ImportError, OSError) as error:
         raise EngineUnavailable(
             f"the pyuring engine needs the package pyuring, which cannot be imported ({error}): "
-            "`pip install pyuring==0.3.0` (Linux, x86_64, glibc), or choose the engine aiofiles"
+            "`pip install pyuring==0.3.0` (Linux, x86_64, glibc, CPython up to 3.13), or choose the engine aiofiles"
         ) from error
     return binding
 

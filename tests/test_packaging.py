@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.forked import ROOT, output_of, printed
 
@@ -106,6 +107,18 @@ def test_links_and_pictures_of_the_readme_are_whole_on_a_package_index():
     blob = "https://github.com/nvme-offload/nvme-offload/blob/main/"
     for path in [*pictures, *(link.removeprefix(blob) for link in links if link.startswith(blob))]:
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(("python", "asked_for"), [("3.11", True), ("3.13", True), ("3.14", False)])
+def test_the_binding_is_asked_for_only_where_it_has_wheels(python, asked_for):
+    """It has them up to CPython 3.13, and no source: with a newer one pip would refuse the whole package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    pins = [(ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "constraints-clients.txt")]
+    lines = [line for page in (project, *map(str.splitlines, pins)) for line in page if line.startswith("pyuring")]
+    assert len(lines) == 3
+    machine = {"sys_platform": "linux", "platform_machine": "x86_64", "python_version": python}
+    for marker in (Requirement(line).marker for line in lines):
+        assert (marker is None or marker.evaluate(machine)) == asked_for
 
 
 @pytest.mark.slow
