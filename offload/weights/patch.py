@@ -33,6 +33,7 @@ INDEX = "versions.json"
 _FILE = f"{'[0-9]' * 8}.safetensors"  # other files in the folder are not ours
 _FORMAT = 1  # of the index
 _FURTHER = 255  # a byte of gaps that says: so many elements on, and no change there
+_AT_ONCE = 1 << 16  # elements, so that int64 of all of them is nowhere
 _MOST_IN_HEADER = 400  # bytes of an entry, without its name, which comes twice
 _versions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The versions of models that patches were applied to."""
@@ -228,18 +229,27 @@ def _write(file: Any, patch: WeightPatch) -> dict[str, Any]:
 
 def _gaps_of(indices: torch.Tensor) -> torch.Tensor:
     """Return uint8 for increasing indices [n]: for each the elements since the one before it, by bytes of _FURTHER."""
-    between = torch.diff(indices.cpu().long(), prepend=torch.tensor([-1], device=HOST)) - 1
-    ends = torch.cumsum(between // _FURTHER + 1, 0) - 1
-    gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _FURTHER, dtype=torch.uint8, device=HOST)
-    gaps[ends] = (between % _FURTHER).to(torch.uint8)
-    return gaps
+    last, made = torch.tensor([-1], device=HOST), list[torch.Tensor]()
+    for some in torch.split(indices.cpu(), _AT_ONCE):
+        between = torch.diff(some.long(), prepend=last) - 1
+        ends = torch.cumsum(between // _FURTHER + 1, 0) - 1
+        gaps = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), _FURTHER, dtype=torch.uint8, device=HOST)
+        gaps[ends] = (between % _FURTHER).to(torch.uint8)
+        made.append(gaps)
+        last = some[-1:].long()
+    return torch.cat(made)
 
 
 def _indices_of(gaps: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
     """Undo `_gaps_of`, for a weight of this shape."""
-    ends = (gaps != _FURTHER).nonzero().view(-1)
-    indices = torch.cumsum(gaps, 0, dtype=torch.int64)[ends] + torch.arange(len(ends), device=gaps.device)
-    return indices.to(torch.int32 if math.prod(shape) < 2**31 else torch.int64)
+    dtype = torch.int32 if math.prod(shape) < 2**31 else torch.int64
+    last, made = torch.tensor([-1], device=HOST), list[torch.Tensor]()
+    for some in torch.split(gaps, _AT_ONCE):
+        is_end = some != _FURTHER
+        at = torch.cumsum(some.long() + is_end, 0) + last
+        made.append(at[is_end].to(dtype))
+        last = torch.cat([last, at])[-1:]
+    return torch.cat(made)
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:

@@ -335,8 +335,8 @@ def test_damage_anywhere_is_refused_before_anything_has_changed(tmp_path):
 
 
 def test_a_file_takes_three_bytes_for_each_changed_word_and_more_only_where_they_lie_far_apart(tmp_path):
-    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(400_000).bfloat16())})
-    apart = torch.tensor([1, 1, 254, 255, 256, 257, 510, 511, 512, 100_000, *[27] * 10_000])
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(2_000_000).bfloat16())})
+    apart = torch.tensor([1, 1, 254, 255, 256, 257, 510, 511, 512, 100_000, *[27] * 70_000])
     changed = torch.cumsum(apart, 0) - 1
     before = copy.deepcopy(model)
     with OffloadAdamW(model.parameters(), lr=1.0, weight_decay=0.0, offload=section(tmp_path)) as optimizer:
