@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nvme_offload import ClosedError
+from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.host.buffer_pool import BufferPool
 from nvme_offload.offload.host.in_memory import memory_of
 from nvme_offload.offload.host.region import HUGE_PAGE_BYTES, HostRegion
@@ -281,8 +282,14 @@ def test_all_buffers_are_pinned_or_none(late, monkeypatch):
     assert not late.pinned
 
 
-def test_what_others_have_just_written_through_the_cache_is_not_taken_for_memory(tmp_path):
-    restored, new = tmp_path / "restored", tmp_path / "new"
-    restored.write_bytes(os.urandom(8 << 20))
-    with restored.open("r+b", buffering=0) as kept, new.open("w+b", buffering=0) as made:
-        assert memory_of(kept.fileno(), 4096) == memory_of(made.fileno(), 4096)
+@pytest.mark.parametrize("synced", [False, True])
+def test_what_others_have_just_written_through_the_cache_is_not_taken_for_memory(synced, tmp_path):
+    with (tmp_path / "restored").open("wb", buffering=0) as file:
+        file.write(os.urandom(8 << 20))
+        if synced:
+            os.fsync(file.fileno())
+    said = []
+    for name in ("restored", "new"):
+        with Descriptor(os.open, tmp_path / name, os.O_RDWR | os.O_CREAT | os.O_DIRECT) as fd:
+            said.append(memory_of(fd, 4096))
+    assert said[0] == said[1]
