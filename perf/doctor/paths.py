@@ -44,22 +44,17 @@ def check_path(path: Path, config: OffloadConfig, engines: Sequence[str]) -> tup
     try:
         mount, drive = mount_at(path), drive_of(path)
         findings.append(check_file_system(mount))
-        overwrites_in_place = False
         if engines:
             aio = config.aio.model_dump(exclude_unset=True, exclude={"path_weights"})
             seen = try_folder(path, aio, engines)
-            overwrites_in_place = seen.moved is False
             findings += check_trial(seen, engines, config)
+            findings += check_more(path) if seen.moved is False else ()
         findings.append(check_space(path))
-        if overwrites_in_place:
-            findings += check_more(path)
         if drive:
             findings += check_drive(drive)
         elif mount and not (mount.is_memory or mount.kind == "overlay" or _is_remote(mount.kind)):
             found = saw("drive", "no block device is known behind it")
             findings.append(found.note("its queue could not be looked at"))
-    except PermissionError as error:
-        return [_cannot_write(path, error)], None
     except OSError as error:  # a drive or a server that fails while it is looked at
         found = saw("folder", f"fails: {error}")
         findings.append(found.error("a run would fail, too", _remedy(error, path)))
@@ -68,7 +63,6 @@ def check_path(path: Path, config: OffloadConfig, engines: Sequence[str]) -> tup
 
 def check_usable(path: Path) -> Finding | None:
     """None if `path` is a directory that this process can write to."""
-    quoted = shlex.quote(str(path))
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -76,7 +70,7 @@ def check_usable(path: Path) -> Finding | None:
         found = f"is a link to {target}, which does not exist" if path.is_symlink() else "does not exist"
         return saw("folder", found).error("a run does not make it", f"mkdir -p {shlex.quote(str(target))}")
     except OSError as error:
-        return saw("folder", f"cannot be reached: {error.strerror}").error(_STOPS, f"namei -l {quoted}")
+        return saw("folder", f"cannot be reached: {error.strerror}").error(_STOPS, f"namei -l {shlex.quote(str(path))}")
     if not stat.S_ISDIR(mode):
         return saw("folder", "is not a directory").error("swap files go into a directory", "name another one")
     try:
@@ -88,18 +82,11 @@ def check_usable(path: Path) -> Finding | None:
 
 
 def _cannot_write(path: Path, error: OSError) -> Finding:
-    quoted = shlex.quote(str(path))
-    if error.errno == errno.EROFS:
-        remedy = f"sudo mount -o remount,rw $(findmnt -no TARGET -T {quoted}), or choose another path"
-        return saw("folder", "is mounted read-only").error(_STOPS, remedy)
-    if error.errno == errno.EPERM:
-        found = saw("folder", "takes no changes, whoever makes them: it is immutable or append-only")
-        return found.error(_STOPS, f"lsattr -d {quoted}; sudo chattr -i -a {quoted}, or choose another path")
     if error.errno == errno.EACCES:
         remedy = f"sudo install -d -o {os.geteuid()} {shlex.quote(str(path / 'offload'))}, and name that folder"
         return saw("folder", f"cannot be written by user {os.geteuid()}").error(_STOPS, remedy)
-    found = saw("folder", f"no file can be made: {os.strerror(error.errno or 0)}")
-    return found.error(_STOPS, f"df -h {quoted}; df -i {quoted}")
+    found = saw("folder", f"nothing can be made in it: {os.strerror(error.errno or 0)}")
+    return found.error(_STOPS, _remedy(error, path))
 
 
 def _remedy(error: OSError, path: Path) -> str:
@@ -202,16 +189,16 @@ def check_more(path: Path) -> Iterator[Finding]:
     making = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC  # gone with its descriptor, however this ends
     system = os.statvfs(path)
     size_bytes = min(GiB, system.f_bavail * system.f_frsize // 2)
-    what = f"{format_bytes(size_bytes)} at once"
+    found = saw("reserve", f"{format_bytes(size_bytes)} at once")
     try:
         with Descriptor(os.open, path, making) as fd:
             os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            found = saw("reserve", f"{what}: {error.strerror}")
+            found = saw("reserve", f"{found.found}: {error.strerror}")
             yield found.warning("a run that takes so much stops", _remedy(error, path))
     else:
-        yield saw("reserve", f"{what}: works")
+        yield found
 
 
 def check_drive(drive: Drive) -> Iterator[Finding]:

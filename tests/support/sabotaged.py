@@ -106,13 +106,14 @@ def _remount(options, there, _):
     run("mount", "-o", f"remount,{options}", there.root)
 
 
+_NOT_PERMITTED = "Operation not permitted"
 _MANY = "Too many open files"
 _BTRFS = Ground("btrfs", size="3G")
 _FULL = {"error": "ENOSPC, No space left on device", "status": 2}
 _FILES_OF = partial(resource.setrlimit, resource.RLIMIT_FSIZE)
 SABOTAGES = {
     "none": Sabotage(),
-    "read-only": Sabotage(partial(_remount, "ro"), error="EROFS", found="is mounted read-only", status=2),
+    "read-only": Sabotage(partial(_remount, "ro"), error="EROFS", found="Read-only file system", status=2),
     "noexec": Sabotage(partial(_remount, "noexec,nodev,nosuid")),
     "full": Sabotage(partial(_leave, 0), found="No space left on device", **_FULL),
     "almost full": Sabotage(partial(_leave, 2 * MiB), found="ENOSPC, No space left on device", **_FULL),
@@ -133,8 +134,8 @@ SABOTAGES = {
         within=partial(_FILES_OF, (64 * MiB,) * 2), error="EFBIG", found="File too large", status=1, large=True
     ),
     "few descriptors": Sabotage(within=partial(_limit_descriptors, 6), error=_MANY, found=_MANY, status=2),
-    "immutable": Sabotage(partial(_chattr, "+i"), error="EPERM", found="immutable", status=2),
-    "append-only": Sabotage(partial(_chattr, "+a"), error="EPERM", found="append-only", status=2),
+    "immutable": Sabotage(partial(_chattr, "+i"), error="EPERM", found=_NOT_PERMITTED, status=2),
+    "append-only": Sabotage(partial(_chattr, "+a"), error="EPERM", found=_NOT_PERMITTED, status=2),
     "a link": Sabotage(partial(_link, True)),
     "a dangling link": Sabotage(partial(_link, False), error="ENOENT", found="is a link to", status=2),
     "a file": Sabotage(_file, error="ENOTDIR", found="is not a directory", status=2),
