@@ -203,7 +203,7 @@ def test_a_wheel_installs_and_trains_where_there_is_no_compiler(wheel, workplace
 
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "--only-binary", ":all:", "-c", "constraints.txt", wheel)
-    assert run(python, "train.py") == "10\n"
+    assert run(python, "train.py").splitlines()[-1] == "3"
     assert "folder: exists and can be written" in run(tmp_path / "venv" / "bin" / "offload", "doctor", "drive")
     assert list((workplace / "drive").iterdir()) == []
 
@@ -216,10 +216,10 @@ assert {{m.OWNER for m in ({", ".join(PARTS)})}} == {{OWNER}}, "another's module
 
 @pytest.mark.slow
 def test_the_readmes_example_runs_beside_a_users_modules(installed, workplace):
-    check = "\nimport nvme_offload, sys\nassert optimizer.stats().steps == 10\nprint(nvme_offload.__path__[0])\n"
+    check = "\nimport nvme_offload, sys\nassert optimizer.stats().steps == 3\nprint(nvme_offload.__path__[0])\n"
     (workplace / "train.py").write_text("OWNER = 'user'\n" + OWNERS + first_example() + check + OWNERS)
     found = installed.run("python", "train.py", cwd=workplace)
-    assert Path(found.strip()) != Path(sysconfig.get_path("purelib"), "nvme_offload")
+    assert Path(found.splitlines()[-1]) != Path(sysconfig.get_path("purelib"), "nvme_offload")
     assert list((workplace / "drive").iterdir()) == []
 
 

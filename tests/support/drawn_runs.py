@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import nn
 
 from nvme_offload import ConfigError, initialize
+from tests.support.engine_tools import PYTHON_ENGINE
 from tests.support.forked import fork_here
 from tests.support.killed_steps import KINDS, Kind, be_ready_to_fork, digest_of, kill, steps_left
 from tests.support.ranks import be_alone, run_ranks
@@ -63,7 +64,7 @@ COLUMNS = {
     "every": [0, 1, 3],
     "buffers": [2, 3, 3, 4],
     "parks": [False, False, True],
-    "aio": [("auto", 32, "1MiB"), ("pyuring", 1, "64KiB"), ("aiofiles", 4, "64KiB")],
+    "aio": [("auto", 32, "1MiB"), (PYTHON_ENGINE, 1, "64KiB"), ("aiofiles", 4, "64KiB")],
 }
 IN_MEMORY = {"params": "none", "grads": "none", "state": "cpu", "keep": None, "schedule": "off", "order": "horizontal"}
 IN_MEMORY |= {"ahead": 0, "every": 0, "parks": False, "in_place": False}

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from nvme_offload.aio_native.registry import ENGINES, open_engine
 BLOCK = 16384
 ALIGNMENT = 4096
 PATIENCE = 60.0  # seconds after which an operation counts as lost
+HAS_BINDING = find_spec("pyuring") is not None
+"""pyuring has wheels up to CPython 3.13."""
+needs_binding = pytest.mark.skipif(not HAS_BINDING, reason="pyuring is not installed: it has wheels up to CPython 3.13")
+PYTHON_ENGINE = "pyuring" if HAS_BINDING else "aiofiles"
 
 
 class Memory:

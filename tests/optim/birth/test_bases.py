@@ -17,6 +17,7 @@ from torch import nn
 from transformers.quantizers import AutoHfQuantizer
 
 from nvme_offload import ConfigError, ResumeError, WeightFileError, WeightsError, get_full_param, initialize
+from tests.support.engine_tools import PYTHON_ENGINE
 from tests.support.failing_drive import FailingFiles
 from tests.support.ranks import on_ranks
 from tests.support.sandbox import needs_mounts, run_python
@@ -229,7 +230,7 @@ def test_a_base_that_cannot_be_read_is_one_error_that_names_it_and_the_step_is_d
         expected = [train(engine, step) for step in range(2)], values(engine)
 
     failing = FailingFiles(monkeypatch)
-    with born(folder, config | {"aio": {"engine": "pyuring"}}, small) as engine:
+    with born(folder, config | {"aio": {"engine": PYTHON_ENGINE}}, small) as engine:
         extents = [block.extent for block in engine.optimizer.store.blocks.params.cache.blocks]
         failing.fds = [file.fd for extent in extents if extent.is_of_others for file in extent.files]
         losses = [train(engine, 0)]

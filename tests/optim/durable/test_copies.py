@@ -17,6 +17,7 @@ from tests.optim.durable.test_durable_steps import train
 from tests.optim.durable.test_exported_runs import damage, exported
 from tests.support.durable_engine import durable, settle, whole
 from tests.support.durable_run import offload_runs
+from tests.support.engine_tools import PYTHON_ENGINE
 from tests.support.failing_drive import Op, fail, fail_to_sync, failing_copy, flip_bit
 from tests.support.killed_steps import DTYPES, SHAPES, durable_section
 from tests.support.pairs import each_value_once
@@ -115,7 +116,7 @@ def test_what_is_damaged_on_one_drive_or_gone_with_it_is_exported_from_the_other
 
 @pytest.mark.parametrize(
     ("failing", "engine", "period"),
-    each_value_once([(0, Op.READ), (0, Op.WRITE), (1, Op.WRITE)], ["aiofiles", "pyuring"], [3, 1]),
+    each_value_once([(0, Op.READ), (0, Op.WRITE), (1, Op.WRITE)], ["aiofiles", PYTHON_ENGINE], [3, 1]),
 )
 def test_a_drive_that_fails_is_one_warning_and_is_made_again(drive, other, monkeypatch, engine, failing, period):
     copy, op = failing

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.support.drawn_runs import IN_MEMORY
+from tests.support.engine_tools import PYTHON_ENGINE
 from tests.support.sharded_model import SHARDS_CODES
 from tests.support.training import run_child
 
@@ -15,7 +16,7 @@ CHILD = "import sys; from tests.support.drawn_runs import main; sys.exit(main(sy
 FROZEN_AND_TRAINED = IN_MEMORY | {"rule": "Muon", "precision": "bf16", "base": "frozen", "count": 1, "clip": 0.0}
 FROZEN_AND_TRAINED |= {"ranks": 2, "params": "nvme", "schedule": "backward", "order": "vertical", "buffers": 3}
 FROZEN_AND_TRAINED |= {"stage": 3, "uses": None, "checkpointing": False, "overflows": False}
-FROZEN_AND_TRAINED |= {"aio": ("pyuring", 1, "64KiB")}
+FROZEN_AND_TRAINED |= {"aio": (PYTHON_ENGINE, 1, "64KiB")}
 
 
 SOME = [pytest.param(seed, 9, 2, 600, {}, marks=pytest.mark.timeout(600)) for seed in range(1, 3)]
