@@ -291,7 +291,7 @@ with optimizer:
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_a_trainer_that_is_killed_while_it_parks_or_wakes_goes_on_from_its_run(kills, tmp_path):
     chance, steps_said = random.Random(0), -1
     for _ in range(kills):
