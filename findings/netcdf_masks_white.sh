@@ -2,8 +2,8 @@
 # netCDF4 gives the 255s of a uint8 variable back as masked.
 #
 # Guess: Of a variable without _FillValue, all of which was written, every value comes back. The
-#   guide of netCDF says so of bytes: "There should be no default fill values when reading any
-#   byte type".
+#   known problems of netCDF say so of bytes, and _netCDF4.pyx quotes them: "There should be no
+#   default fill values when reading any byte type".
 # Seen: A uint8 variable that holds 0 to 255 has 255 masked, so its mean is 127.0 instead of 127.5;
 #   int8 loses -127, and uint16 65,535. In the file all is there. The uint8 variable says of itself
 #   "default _FillValue of 255 ignored". With fill_value=False no byte is masked, 65,535 still is.
