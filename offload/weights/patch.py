@@ -198,6 +198,12 @@ def _replace(path: Path, write: Callable[[Any], Any]) -> None:
             file.flush()
             sync_file(file.fileno())
         os.replace(hidden, path)
+    except OSError as error:
+        if error.filename is not None:  # it says more than what is known here
+            raise
+        remedy = "free space, or begin a chain in another folder with a patch of all weights"
+        what = f"the patch was not written, and the folder is as it was: {error.strerror}; {remedy}"
+        raise OSError(error.errno, what, os.fspath(path)) from error
     finally:
         hidden.unlink(missing_ok=True)
     sync_folder(path.parent)
