@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, initialize, save_patch
-from nvme_offload.offload.weights.patch import WeightChange, WeightPatch
 from tests.support import tiers
 from tests.support.drawn_patches import bits, differing, drawn, patched, run, whole
 from tests.support.forked import ROOT
@@ -312,14 +311,15 @@ def test_a_patch_that_no_disk_holds_leaves_the_folder_as_it_was_and_says_what_to
     model, _, version = small_patches(tmp_path, steps=2)
     folder = tmp_path / "patches"
     before = {each.name: each.read_bytes() for each in folder.iterdir()}
-    changes = (WeightChange("wide.bias", (257,), torch.bfloat16, torch.ones(257).bfloat16()) for _ in range(2))
-    patch = WeightPatch(None, "1", "", {"wide.bias": (torch.Size((257,)), torch.bfloat16)}, changes)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, -1))
-    try:
-        with pytest.raises(OSError, match="the folder is as it was: File too large; free space") as refused:
-            save_patch(patch, folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    other = nn.Linear(64, 64).bfloat16()
+    with OffloadAdamW(other.parameters(), lr=1e-4, offload=section(None)) as optimizer:
+        patch = optimizer.weights(other, since="")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, -1))
+        try:
+            with pytest.raises(OSError, match="the folder is as it was: File too large; free space") as refused:
+                save_patch(patch, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
     assert refused.value.filename == str(folder / "00000003.safetensors")
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
     assert apply_patch(model, folder) == version
