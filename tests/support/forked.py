@@ -49,7 +49,9 @@ def _serve(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> i
         for handler in filter(None, (reference() for reference in logging._handlerList)):
             if type(handler) is logging.StreamHandler:  # what it was made with was pytest's
                 handler.setStream(sys.stderr)
-        exec(arguments[-1], {})
+        code = arguments.index("-c") + 1
+        sys.argv = ["-c", *arguments[code + 1 :]]  # from CPython 3.14 on some follow
+        exec(arguments[code], {})
     finally:
         os._exit(0)
 
