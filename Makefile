@@ -60,7 +60,7 @@ triton: setup
 hosts: setup
 	$(BIN)/python -m pytest -m "slow or not slow" -k hosts tests/test_hosts.py tests/optim/durable/test_killed_steps.py $(ARGS)
 
-# A training on every file system that this kernel and its tools can make, as root; writes the table of docs/storage.md.
+# A training on every file system that this kernel and its tools can make, and in spoiled folders, as root; writes the tables of docs/storage.md and docs/doctor.md.
 filesystems: setup
 	WRITE_FILE_SYSTEMS=docs $(BIN)/python -m pytest -m "slow or not slow" tests/test_file_systems.py $(ARGS)
 

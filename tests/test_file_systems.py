@@ -23,7 +23,6 @@ TOOLS = {
     "xfsprogs": ("mkfs.xfs", "-V"),
     "btrfs-progs": ("mkfs.btrfs", "--version"),
     "bindfs": ("bindfs", "--version"),
-    "fuse-overlayfs": ("fuse-overlayfs", "--version"),
 }
 QUICK = {"ext3", "overlay on tmpfs", "XFS, blocks of 64 KiB"} | {"immutable", "a dangling link", "short files"}
 needs_loops = pytest.mark.skipif(
