@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from nvme_offload import OffloadConfig
 from nvme_offload.perf import cli
@@ -287,11 +288,12 @@ def test_sections_on_a_page_are_read(page):
 
 
 TUTORIALS = [INDEX.parent / "quick_start.md", *sorted((INDEX.parent / "tutorials").glob("*.md"))]
-FILE = re.compile(r'(?:python|json) title="(?P<name>[\w.]+)"')
+TYPED = [*TUTORIALS, INDEX.parent / "recipes.md"]
+FILE = re.compile(r'(?:python|json|yaml) title="(?P<name>[\w.-]+)"')
 COMMANDS = "sh runnable"
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
 def test_every_block_of_a_tutorial_is_run(page):
     """None is only shown: a file is written and started by a command, and commands name what there is."""
     found = blocks(page)
@@ -301,7 +303,8 @@ def test_every_block_of_a_tutorial_is_run(page):
     assert len(files) == sum(block["info"] not in (COMMANDS, "python runnable", "text output") for block in found)
     for name, code in files.items():
         assert name in commands or any(name in other for other in files.values()), name
-        compile(code, name, "exec") if name.endswith(".py") else json.loads(code)
+        read = {".py": ast.parse, ".json": json.loads, ".yaml": yaml.safe_load}[Path(name).suffix]
+        assert read(code)
     for command in re.findall(r"^offload (\w+)", commands, re.MULTILINE):
         assert command in cli.COMMANDS
 
