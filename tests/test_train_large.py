@@ -168,4 +168,6 @@ def test_it_reads_the_base_in_place_and_writes_adapters_alone(script, tmp_path, 
     script.main([*arguments, "--steps", "1", "--skip-experts"])
     said = capsys.readouterr().out
     assert "step 1: loss 5." in said
-    assert f"{moved[0][0]} B read" in said, "all of a block is read, also what is not computed with"
+    assert int(re.search(r"(\d+) B read", said)[1]) > 1.9 * base, (
+        "all of a block is read, also what is not computed with"
+    )
