@@ -84,11 +84,13 @@ def lock(fd: int, folder: Path, name: str) -> None:
         # The kernel takes a closed ring apart behind close(), on a busy machine seconds later, and that has the file.
         dying = owner is not None and not (owner.is_alive and has_open(owner.pid, fd))
         if time.monotonic() - begun > (_DYING_SECONDS if dying else _ALIVE_SECONDS):
-            alive = owner or NOBODY_KNOWN
+            alive = f"{owner or NOBODY_KNOWN} is: wait for its end, or end it"
+            if owner == Owner.this():
+                alive = f"{owner}, this one, is: close() the optimizer or engine that has it first"
             raise StateError(
                 f"the durable run {name!r}",
-                "no other process in it",
-                f"{alive} is: wait for its end, or end it. Another run beside it has another name in `durable`",
+                "nobody else in it",
+                f"{alive}. Another run beside it has another name in `durable`",
             )
         time.sleep(_LOOK_SECONDS)
 

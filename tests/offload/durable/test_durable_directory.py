@@ -146,6 +146,15 @@ def test_the_transfers_of_a_killed_process_have_ended_when_its_run_is_taken(tmp_
             path.unlink()
 
 
+@pytest.mark.parametrize("taken", [opened, lambda path: locked(find_runs([path])[0])], ids=["opened", "exported"])
+def test_a_process_that_has_a_run_open_itself_is_not_told_to_end(taken, tmp_path):
+    held = opened(tmp_path)
+    with pytest.raises(StateError, match=r", this one, is: close\(\) the .* first\. Another run"):
+        taken(tmp_path)
+    held.close()
+    opened(tmp_path).close()
+
+
 def test_a_run_belongs_to_whoever_can_still_write_to_it(tmp_path, monkeypatch):
     """The ring has the swap file when its process has it no more, and with it the lock."""
     monkeypatch.setattr(owner, "_DYING_SECONDS", 2.0)
