@@ -116,7 +116,7 @@ ON_DEVICE = {
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_leaves_its_device_and_comes_back_with_the_same_bits(ranks):
-    """Those of the CPU, where nobody parks."""
+    """They are those of the CPU, where nobody parks."""
     results = trained([each | {"scales": [1] * 3, "parks": True} for each in ON_DEVICE.values()], ranks=ranks)
     for name, (expected, found) in zip([*ON_DEVICE] * ranks, results, strict=True):
         with noted(name):

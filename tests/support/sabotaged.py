@@ -26,7 +26,7 @@ _EXT4 = Ground("ext4", make="-m 0", size="3G")
 
 
 class Sabotage(NamedTuple):
-    """How a folder is spoiled, and what comes of a run there."""
+    """A folder is spoiled in this way, and a run there comes to this."""
 
     spoil: Any = None  # gets what is mounted and the folder in it; what it returns is the folder to name
     ground: Ground = _EXT4
@@ -169,7 +169,7 @@ def _examined(folder):
 
 
 def verdicts(name, place):
-    """What the doctor says, what a run comes to, and what one in memory does."""
+    """Return what the doctor says, what a run comes to, and what one in memory does."""
     sabotage, place = SABOTAGES[name], Path(place)
     be_ready_to_fork()
     expected = "it ended" if sabotage.large else live(partial(trained, None, None))[0]
