@@ -235,17 +235,14 @@ def weights(names, drive):
 
 
 def readme(names, drive):
+    yield {}
     section = write_section(drive, bf16={"enabled": True})
     section["zero_optimization"]["offload_optimizer"]["durable"] = "my-run"
-    engine = initialize(small(), section)
-    with engine:
-        yield {
-            "engine": engine,
-            "batches": torch.randn(3, 4, 8),
-            "loss_of": lambda model, rows: model(rows).float().sum(),
-        }
-        assert (engine.global_steps, engine.client_state) == (3, {"position": 3})
-    dist.destroy_process_group()
+    for batches in (2, 5):  # the second time goes on from the first
+        with initialize(small(), section) as engine:
+            names["train"](engine, torch.randn(batches, 4, 8), lambda model, rows: model(rows).sum())
+            assert (engine.global_steps, engine.client_state) == (batches, {"position": batches})
+        dist.destroy_process_group()
     removed = CliRunner().invoke(cli.app, ["runs", "remove", "my-run", str(drive)])
     assert removed.exit_code == 0, removed.output
 
