@@ -337,8 +337,8 @@ class OffloadMuon(OffloadOptimizer):
 
 def _grouped(given: Params) -> Params:
     """Return plain parameters as a group of matrices and one of all else; anything but plain parameters as it is."""
-    if isinstance(given, set):
-        return given  # it has no order: torch says so
+    if isinstance(given, torch.nn.Module | set | frozenset):
+        return given  # which is refused by name
     params: list[Any] = list(given)
     if not all(isinstance(param, torch.Tensor) for param in params):
         return params

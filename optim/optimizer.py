@@ -59,7 +59,7 @@ class OffloadOptimizer(Optimizer):
     groups hold: code that shards the model later may put its shards there.
 
     Args:
-        params: parameters, or dicts of parameter groups, as for any torch optimizer.
+        params: parameters, or dicts of parameter groups, as for any torch optimizer, in the same order in every run.
         defaults: hyperparameters by name, for groups that do not have their own.
         offload: the configuration section, as `OffloadConfig`, dict or path of a JSON, TOML or YAML file, or a folder
             on a drive: ``"offload": "auto"`` there. One `ConfigWarning` names keys that only `initialize` honours.
@@ -96,10 +96,10 @@ class OffloadOptimizer(Optimizer):
                 f'{type(self).__name__}: offload= is missing: name a folder on a drive, as offload="/mnt/nvme0", or a '
                 "section, as a dict or a file; `offload init` writes one"
             )
-        if isinstance(params, nn.Module):
-            raise TypeError(f"{type(self).__name__}: params = a {type(params).__name__}: pass model.parameters()")
-        if not isinstance(params, torch.Tensor):
-            params = cast("Params", list(params))
+        if isinstance(params, nn.Module | set | frozenset):
+            remedy = "pass model.parameters(), or a list, whose order is the same in every run"
+            raise TypeError(f"{type(self).__name__}: params = a {type(params).__name__}: {remedy}")
+        params = params if isinstance(params, torch.Tensor) else cast("Params", list(params))
         if isinstance(params, list) and not params:
             raise ValueError(
                 f"{type(self).__name__}: params is empty, so there is nothing to train: an iterator such as "

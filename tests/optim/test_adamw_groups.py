@@ -76,6 +76,8 @@ def refusals():
     yield "sparse", [nn.Parameter(torch.eye(3).to_sparse())], ValueError, "layout torch.sparse_coo"
     yield "meta", [nn.Parameter(torch.zeros(3, device="meta"))], ValueError, "on meta"
     yield "empty list", [], ValueError, "AdamW: params is empty.* gives its parameters once"
+    yield "a set", {*linear.parameters()}, TypeError, r"params = a set: pass model.parameters\(\), or a list"
+    yield "a module", linear, TypeError, r"params = a Linear: pass model.parameters\(\)"
     yield "a tensor", torch.zeros(3), TypeError, "iterable"
     yield "not a leaf", [linear.weight * 2], ValueError, "non-leaf"
     yield "a number", [3.0], TypeError, "Tensors"
