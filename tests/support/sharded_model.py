@@ -40,11 +40,11 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def sharded_model(dtype, *, mesh=None, reshard=True, split=True):
+def sharded_model(dtype, *, mesh=None, reshard=True, split=True, reduce_dtype=torch.float32):
     torch.manual_seed(0)
     model = Model()
     nudged(model)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nvme_offload import OffloadAdamW, split_parameters
 from tests.support.interrupts import Struck, at_update, raise_struck
+from tests.support.killed_steps import durable_section
 from tests.support.ranks import be_alone, on_ranks
 from tests.support.sharded_model import (
     VOCABULARY,
@@ -72,6 +73,46 @@ def test_it_follows_torch_adamw_on_read_through_shards(rank, world_size, tmp_pat
     assert all(
         c == pytest.approx(min(1, 0.5 / exact), rel=1e-4) for c, (_, exact) in zip(coefficients, norms, strict=True)
     )
+
+
+@torch.no_grad()
+def model_without_reduce_dtype(kind, *, split=True):
+    """Weights are such that bf16 holds them, so that every kind gathers the same."""
+    model = sharded_model(torch.bfloat16, split=False, reduce_dtype=None)
+    for param in model.parameters():
+        param.to_local().copy_(param.to_local().bfloat16())
+    if kind == "halves" and split:
+        split_parameters(model)
+    return model.bfloat16() if kind == "bf16" else model
+
+
+@pytest.mark.parametrize("kind", ["fp32", "halves", "bf16"])
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_of_this_torch_and_a_log_of_them_resumes(rank, world_size, tmp_path, kind):
+    """FSDP2 without a `reduce_dtype`: torch 2.15 reduces gradients of fp32 parameters in fp32, older ones in bf16."""
+    theirs = model_without_reduce_dtype(kind, split=False)
+    ours, kept, again = (model_without_reduce_dtype(kind) for _ in range(3))
+    offload = durable_section(tmp_path, "run", rewrite_every=3)
+    logged, in_memory = make(ours, offload), make(kept, durable_section(None, None))
+    for step in range(5):
+        for model in (ours, kept, theirs):
+            for micro in range(2):  # reduced together
+                model.set_requires_gradient_sync(micro == 1)
+                loss_of(model, rank, step, micro).backward()
+        if step == 0:
+            for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert param.grad.dtype is (torch.float32 if kind == "fp32" else torch.bfloat16)
+                assert torch.equal(param.grad.to_local(), expected.grad.to_local().to(param.grad.dtype))
+        for optimizer in (logged, in_memory):
+            optimizer.step()
+            optimizer.zero_grad()
+    logged.durable.commits.settle()
+    extents = logged.durable.commits.run.extents
+    assert any(extents.num_logged_next(slot) > 1 for slot in range(len(extents.slots))) == (kind != "fp32")
+    logged.close()
+    with make(again, offload) as resumed, in_memory:
+        assert resumed.resume() == (5, {})
+        assert_same(full_state(again, resumed), full_state(kept, in_memory))
 
 
 @on_ranks(2)
