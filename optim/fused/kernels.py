@@ -113,10 +113,11 @@ def _traced(rule: UpdateRule, scalars: Sequence[float], bits: bytes) -> tuple[An
     states = [trace.line(loaded.format(*where)) for where in kept]
     rule.update(master, grad, states, scalars)  # type: ignore[arg-type]
     if dithers:
-        trace.lines.append("word = _word(at, origin)")
+        trace.lines.append(f"word = _word(at, origin, {rule.block})")
     for place, (state, where) in enumerate(zip(states, kept, strict=True)):
         if rule.block:
-            trace.lines.append(f"_store_coded({', '.join(where)}, {state}, word >> {16 * place}, at, there)")
+            dither = "word & 0x7FFFF" if place else "word >> 13"
+            trace.lines.append(f"_store_coded({', '.join(where)}, {state}, {dither}, at, there)")
             continue
         stored = f"_dithered({state}, word, {place % 2})" if dithers else f"_settled({state})"
         trace.lines.append(f"tl.store({where[0]} + at, {stored}, mask=there)")
@@ -158,7 +159,7 @@ def _settled(values):
 
 
 @triton.jit
-def _word(at, origin):
+def _word(at, origin, BLOCK: tl.constexpr):  # noqa: N803
     """See `dither.words`."""
     begin, offset, before, between, sizes, strides = origin
     at += begin
@@ -167,10 +168,11 @@ def _word(at, origin):
         index += at % sizes[dim] * strides[dim]
         at = at // sizes[dim]
     index += at * strides[len(sizes) - 1] + offset
-    x = (index ^ before).to(tl.uint32)
+    within = index % BLOCK if BLOCK else index * 0
+    x = (index - within ^ before).to(tl.uint32)
     x = (x ^ x >> 16) * 0x7FEB352D
     x = (x ^ x >> 15 ^ between.to(tl.uint32)) * 0x846CA68B
-    return x ^ x >> 16
+    return (x ^ x >> 16) + within.to(tl.uint32) * 0x9E3779B9
 
 
 @triton.jit
@@ -184,7 +186,7 @@ def _dithered(values, word, PLACE: tl.constexpr):  # noqa: N803
 def _decoded(codes, exponents, at, there, BLOCK: tl.constexpr, BOTTOM: tl.constexpr):  # noqa: N803
     """See `codes.decoded`."""
     code = tl.load(codes + at, mask=there, other=0).to(tl.int32)
-    level = tl.abs(code)
+    level = code & 0x7F if BOTTOM == 121 << 23 else code
     is_low = (level < 16).to(tl.int32)
     share = (level + is_low * 16 + (BOTTOM >> 19) - 16 << 19).to(tl.float32, bitcast=True)
     share -= (is_low * BOTTOM).to(tl.float32, bitcast=True)
@@ -194,7 +196,7 @@ def _decoded(codes, exponents, at, there, BLOCK: tl.constexpr, BOTTOM: tl.conste
 
 
 @triton.jit
-def _store_coded(codes, exponents, BLOCK: tl.constexpr, BOTTOM: tl.constexpr, values, word, at, there):  # noqa: N803
+def _store_coded(codes, exponents, BLOCK: tl.constexpr, BOTTOM: tl.constexpr, values, dither, at, there):  # noqa: N803
     """See `codes.store_coded`."""
     bits = values.to(tl.int32, bitcast=True)
     rows: tl.constexpr = [values.shape[0] // BLOCK, BLOCK]
@@ -206,9 +208,9 @@ def _store_coded(codes, exponents, BLOCK: tl.constexpr, BOTTOM: tl.constexpr, va
     share = magnitudes.to(tl.float32, bitcast=True) * factor[:, None]
     is_low = (share.to(tl.int32, bitcast=True) < BOTTOM).to(tl.int32)
     share += (is_low * BOTTOM).to(tl.float32, bitcast=True)
-    dither = tl.reshape((word & 0xFFFF).to(tl.int32) << 3, rows)
+    dither = tl.reshape(dither.to(tl.int32), rows)
     level = (share.to(tl.int32, bitcast=True) + dither >> 19) - (BOTTOM >> 19) + 16 - is_low * 16
-    level = tl.where(tl.reshape(bits, rows) < 0, -level, level) if BOTTOM == 121 << 23 else tl.maximum(level, 1)
+    level = tl.where(tl.reshape(bits, rows) < 0, level - 0x80, level) if BOTTOM == 121 << 23 else tl.maximum(level, 1)
     level = tl.reshape(tl.where(is_coded[:, None], level, 0), values.shape)
     tl.store(codes + at, level.to(codes.dtype.element_ty), mask=there)
     block = tl.min(tl.reshape(at, rows), 1) // BLOCK

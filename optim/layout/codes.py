@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .dither import halves, store_rounded
+from .dither import store_rounded
 
 _LEAST, _MOST = 0x0D800000, 0x7E800000
 """Bits of 2^-100 and 2^126: a block whose largest magnitude is below the one is zero, from the other on it is NaN."""
@@ -22,8 +22,7 @@ BOTTOMS = {torch.int8: 121 << 23, torch.uint8: 113 << 23}
 def decoded(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the values of codes, int8 or uint8 [numel], with the exponents of their blocks, uint8: fp32 [numel]."""
     bottom = BOTTOMS[codes.dtype]
-    codes = codes.int()
-    levels = codes.abs()
+    levels = codes.int() & (0x7F if codes.dtype is torch.int8 else 0xFF)
     is_low = (levels < 16).int()
     shares = (levels + is_low * 16 + ((bottom >> _SHIFT) - 16) << _SHIFT).view(torch.float32)
     shares -= (is_low * bottom).view(torch.float32)
@@ -34,9 +33,9 @@ def decoded(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def store_coded(
-    codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, dither: torch.Tensor | int = 0x8000
+    codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, dither: torch.Tensor | int = 1 << _SHIFT - 1
 ) -> None:
-    """Put values, fp32 [numel], into codes and exponents. `dither` has 16 bits: by itself it gives the nearest code."""
+    """Put values, fp32 [numel], into codes and exponents. `dither` has 19 bits: by itself it gives the nearest code."""
     bottom = BOTTOMS[codes.dtype]
     bits = values.contiguous().view(torch.int32)
     magnitudes = (bits & 0x7FFFFFFF).view(len(exponents), -1)
@@ -47,10 +46,15 @@ def store_coded(
     shares = (magnitudes.view(torch.float32) * factors[:, None]).view(-1)
     is_low = (shares < 2.0 ** ((bottom >> 23) - 127)).int()
     shares += (is_low * bottom).view(torch.float32)
-    levels = (shares.view(torch.int32) + (dither << _SHIFT - 16) >> _SHIFT) - (bottom >> _SHIFT) + 16 - is_low * 16
-    levels = torch.where(bits < 0, -levels, levels) if codes.dtype is torch.int8 else levels.clamp(min=1)
+    levels = (shares.view(torch.int32) + dither >> _SHIFT) - (bottom >> _SHIFT) + 16 - is_low * 16
+    levels = torch.where(bits < 0, levels - 0x80, levels) if codes.dtype is torch.int8 else levels.clamp(min=1)
     codes.copy_((levels.view(len(exponents), -1) * is_coded[:, None]).view(-1))
     exponents.copy_(torch.where(is_coded, own, (top >= _MOST) * 255))
+
+
+def block_of(kept: Sequence[torch.Tensor], numel: int) -> int:
+    """Return how many elements share an exponent, where states are kept in codes; else 0."""
+    return numel // len(kept[-1]) if kept and kept[0].dtype in BOTTOMS else 0
 
 
 def loaded(kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,4 +73,9 @@ def store(kept: Sequence[torch.Tensor], states: Sequence[torch.Tensor], words: t
         elif own.dtype is torch.bfloat16:
             store_rounded(own, values, words, number)
         else:
-            store_coded(own, kept[len(states) + number], values, halves(words, number))
+            store_coded(own, kept[len(states) + number], values, _dither(words, number))
+
+
+def _dither(words: torch.Tensor, number: int) -> torch.Tensor:
+    """Return 19 bits of each word: the upper ones for the first state, the lower ones for the second."""
+    return (words >> 32 - _SHIFT if number == 0 else words & (1 << _SHIFT) - 1).int()

@@ -5,8 +5,9 @@ half a last place count in the mean, which rounding to the nearest loses (Connol
 rounding and its probabilistic backward error analysis", 2021). Chance is a hash of the parameter's number, its step and
 the element's index in the whole parameter: it has no state and no order, as in Salmon et al., "Parallel random numbers:
 as easy as 1, 2, 3", 2011. The hash is lowbias32 (Wellons, "Prospecting for hash functions", 2018) with a second key in
-its middle; one half of it is for the first state, the other for the second. `Chance` in optim/src/loops.cpp does the
-same.
+its middle; one half of it is for the first state, the other for the second. States in codes of 8 bits hash once for
+each block, and count on from there by the golden ratio, as Weyl's sequence does: no word is likelier than another.
+`Chance` in optim/src/loops.cpp does the same.
 """
 
 import math
@@ -17,17 +18,23 @@ import torch
 from .flat import Origin
 
 _WORD = 2**32 - 1
+_BETWEEN = 0x9E3779B9
+"""From a word to the next one of a block: 2^32 over the golden ratio, which is odd."""
 
 
-def words(origin: Origin, start: int, stop: int, step: float, device: torch.device) -> torch.Tensor:
-    """Return 32 random bits for each element from `start` to `stop` of a part, int64 [stop - start]."""
+def words(origin: Origin, start: int, stop: int, step: float, device: torch.device, block: int = 0) -> torch.Tensor:
+    """Return 32 random bits for each element from `start` to `stop` of a part, int64 [stop - start].
+
+    With a `block` only the first element of each is hashed, see above.
+    """
     at = torch.arange(start, stop, dtype=torch.int64, device=device)
     index = torch.full_like(at, origin.offset)
     for size, stride in zip(reversed(origin.sizes), reversed(origin.strides), strict=True):
         index += at % size * stride
         at //= size
     before, between = keys(origin, step)
-    return _rest(_halfway(index & _WORD ^ before) ^ between)
+    within = index % block if block else 0
+    return _rest(_halfway(index - within & _WORD ^ before) ^ between) + within * _BETWEEN & _WORD
 
 
 def keys(origin: Origin, step: float) -> tuple[int, int]:

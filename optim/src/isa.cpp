@@ -21,7 +21,7 @@ const std::vector<Isa>& isas() {
   static const std::vector<Isa> available = [] {
     std::vector<Isa> found = {{"portable", &kernels_portable}};
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) found.push_back({"avx2", &kernels_avx2});
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back({"avx2", &kernels_avx2});
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       found.push_back({"avx512", &kernels_avx512});

@@ -1,4 +1,4 @@
-// The loops, written once in plain C++ and compiled once per ISA (KERNEL_ISA is its name): the compiler vectorises them.
+// The loops, written once and compiled once per ISA (KERNEL_ISA is its name): the compiler vectorises most of them.
 // Every fp32 operation is one IEEE operation and every reduction has an order fixed here, so all ISAs give the same bits.
 //
 // Nothing in this file may have external linkage but the table. An inline function shared with another file (std::sqrt,
@@ -22,8 +22,7 @@ using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;
 
-uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
-float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+#include "lanes.hpp"
 
 // ---- formats: integer arithmetic, no branches, nothing that flushing of denormals could change ----
 
@@ -31,126 +30,165 @@ constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInf = 0x7f800000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
 
-// Of magnitudes, which have no sign bit: SSE2 and AVX2 compare only signed integers.
-bool is_greater(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b); }
-bool is_nan(uint32_t bits) { return is_greater(bits & kMagnitude, kInf); }
-
-// A conditional expression, but never a jump: a jump around floating-point work keeps a loop scalar.
-uint32_t select(bool condition, uint32_t yes, uint32_t no) {
-  const uint32_t mask = -static_cast<uint32_t>(condition);
-  return (yes & mask) | (no & ~mask);
+template <class Word>
+auto is_nan(Word bits) {
+  return is_greater(bits & kMagnitude, spread<Word>(kInf));
 }
 
+// IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
+template <class Float>
+Float settle(Float value) {
+  const auto bits = bits_of(value);
+  using Word = std::remove_const_t<decltype(bits)>;
+  return float_of(select(value != value, spread<Word>(kQuietNan), bits));
+}
+
+template <class Word>
 struct Halves {
-  uint16_t hi, lo;
+  Word hi, lo;  // the lower 16 bits count
 };
 
 // hi is the nearest bf16, ties away from zero, and lo the signed remainder. Rounding could carry a NaN's payload into the
-// sign, that is into zero, so a NaN is made quiet and loses its lower payload instead.
-Halves split(float value) {
+// sign, that is into zero: a settled NaN has none.
+template <class Float>
+auto split_settled(Float value) {
+  const auto bits = bits_of(value);
+  return Halves<std::remove_const_t<decltype(bits)>>{(bits + 0x8000) >> 16, bits};
+}
+
+// As above, where a NaN may have a payload: it is made quiet and loses its lower payload.
+Halves<uint32_t> split(float value) {
   const uint32_t bits = bits_of(value);
-  const uint32_t rounded = bits + 0x8000;
-  const uint32_t quiet = (bits | 0x00400000) & 0xffff0000;
   const bool nan = is_nan(bits);
-  return {static_cast<uint16_t>(select(nan, quiet, rounded) >> 16), static_cast<uint16_t>(select(nan, 0, bits))};
+  return {select(nan, bits | 0x00400000, bits + 0x8000) >> 16, select(nan, 0, bits)};
 }
 
-float join(uint16_t hi, uint16_t lo) {
-  const uint32_t carry = static_cast<uint32_t>(lo >> 15);
-  return float_of(((hi - carry) << 16) | lo);
+template <class Word>
+auto join(Word hi, Word lo) {
+  return float_of((hi - (lo >> 15)) << 16 | lo);
 }
 
-float from_bf16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+template <class Word>
+auto from_bf16(Word half) {
+  return float_of(half << 16);
+}
 
-float from_fp16(uint16_t half) {
+template <class Word>
+auto from_fp16(Word half) {
   constexpr uint32_t kRebias = (127 - 15) << 23;
-  const uint32_t magnitude = half & 0x7fff;
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  const Word magnitude = half & 0x7fff;
+  const Word sign = (half & 0x8000) << 16;
   // A denormal half counts units of 2^-24: the last place of 0.5 + x, so that no fp32 denormal comes up on the way.
-  const uint32_t denormal = bits_of(float_of(bits_of(0.5f) | magnitude) - 0.5f);
-  const uint32_t normal = (magnitude << 13) + kRebias;
-  const uint32_t special = (normal + kRebias) | select(is_greater(magnitude, 0x7c00), 0x00400000, 0);
-  const uint32_t finite = select(is_greater(0x0400, magnitude), denormal, normal);
-  return float_of(sign | select(is_greater(0x7c00, magnitude), finite, special));
+  const Word denormal = bits_of(float_of(bits_of(0.5f) | magnitude) - 0.5f);
+  const Word normal = (magnitude << 13) + kRebias;
+  const Word quiet = select(is_greater(magnitude, spread<Word>(0x7c00)), spread<Word>(0x00400000), Word{});
+  const Word special = (normal + kRebias) | quiet;
+  const Word finite = select(is_greater(spread<Word>(0x0400), magnitude), denormal, normal);
+  return float_of(sign | select(is_greater(spread<Word>(0x7c00), magnitude), finite, special));
 }
 
 // Round to nearest, ties to even.
-uint16_t to_fp16(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t magnitude = bits & kMagnitude;
-  const uint32_t rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  const uint32_t normal = rounded - ((127 - 15) << 10);
+template <class Float>
+auto to_fp16(Float value) {
+  const auto bits = bits_of(value);
+  using Word = std::remove_const_t<decltype(bits)>;
+  const Word magnitude = bits & kMagnitude;
+  const Word rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Word normal = rounded - ((127 - 15) << 10);
   // Below 2^-14 the adder rounds for us, again because 2^-24 is the last place of 0.5 + x.
-  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
-  const uint32_t finite = select(is_greater(bits_of(0x1p-14f), magnitude), denormal, normal);
-  const uint32_t infinite = select(is_greater(magnitude, kInf), 0x7e00 | ((magnitude >> 13) & 0x3ff), 0x7c00);
-  const uint32_t half = select(is_greater(bits_of(0x1p16f), magnitude), finite, infinite);
-  return static_cast<uint16_t>((bits >> 16 & 0x8000) | half);
+  const Word denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const Word finite = select(is_greater(spread<Word>(bits_of(0x1p-14f)), magnitude), denormal, normal);
+  const Word nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  const Word infinite = select(is_greater(magnitude, spread<Word>(kInf)), nan, spread<Word>(0x7c00));
+  return (bits >> 16 & 0x8000) | select(is_greater(spread<Word>(bits_of(0x1p16f)), magnitude), finite, infinite);
 }
 
 void split_run(const float* __restrict src, uint16_t* __restrict hi, uint16_t* __restrict lo, size_t numel) {
   for (size_t i = 0; i < numel; ++i) {
-    const Halves halves = split(src[i]);
-    hi[i] = halves.hi;
-    lo[i] = halves.lo;
+    const auto halves = split(src[i]);
+    hi[i] = static_cast<uint16_t>(halves.hi);
+    lo[i] = static_cast<uint16_t>(halves.lo);
   }
 }
 
 void join_run(const uint16_t* __restrict hi, const uint16_t* __restrict lo, float* __restrict dst, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) dst[i] = join(hi[i], lo[i]);
+  for (size_t i = 0; i < numel; ++i) dst[i] = join<uint32_t>(hi[i], lo[i]);
 }
 
 void fp16_to_fp32_run(const uint16_t* __restrict src, float* __restrict dst, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) dst[i] = from_fp16(src[i]);
+  for (size_t i = 0; i < numel; ++i) dst[i] = from_fp16<uint32_t>(src[i]);
 }
 
 void fp32_to_fp16_run(const float* __restrict src, uint16_t* __restrict dst, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) dst[i] = to_fp16(src[i]);
+  for (size_t i = 0; i < numel; ++i) dst[i] = static_cast<uint16_t>(to_fp16(src[i]));
 }
 
 // ---- gradients and master forms, as the update sees them ----
 
 struct Fp32Grad {
   using Element = float;
-  static float load(float element) { return element; }
+  template <class Word>
+  static auto of(Word bits) {
+    return float_of(bits);
+  }
 };
 
 struct Bf16Grad {
   using Element = uint16_t;
-  static float load(uint16_t element) { return from_bf16(element); }
+  template <class Word>
+  static auto of(Word half) {
+    return from_bf16(half);
+  }
 };
 
 struct Fp16Grad {
   using Element = uint16_t;
-  static float load(uint16_t element) { return from_fp16(element); }
+  template <class Word>
+  static auto of(Word half) {
+    return from_fp16(half);
+  }
 };
 
 struct SplitMaster {
   using Param = uint16_t;
   using Master = uint16_t;
-  static float load(const Param* param, const Master* master, size_t i) { return join(param[i], master[i]); }
-  static void store(float value, Param* param, Master* master, size_t i) {
-    const Halves halves = split(value);
-    param[i] = halves.hi;
-    master[i] = halves.lo;
+  template <class Word>
+  static auto load(Word param, const Master* master, size_t i) {
+    return join(param, optim::load<Word>(master + i));
+  }
+  template <class Float>
+  static auto store(Float value, Master* master, size_t i) {
+    const auto halves = split_settled(value);
+    optim::store(halves.lo, master + i);
+    return halves.hi;
   }
 };
 
 struct FullMaster {
   using Param = uint16_t;
   using Master = float;
-  static float load(const Param*, const Master* master, size_t i) { return master[i]; }
-  static void store(float value, Param* param, Master* master, size_t i) {
-    param[i] = to_fp16(value);
-    master[i] = value;
+  template <class Word>
+  static auto load(Word, const Master* master, size_t i) {
+    return float_of(optim::load<Word>(master + i));
+  }
+  template <class Float>
+  static auto store(Float value, Master* master, size_t i) {
+    optim::store(bits_of(value), master + i);
+    return to_fp16(value);
   }
 };
 
 struct ItselfMaster {
   using Param = float;
   using Master = float;  // absent: a null pointer
-  static float load(const Param* param, const Master*, size_t i) { return param[i]; }
-  static void store(float value, Param* param, Master*, size_t i) { param[i] = value; }
+  template <class Word>
+  static auto load(Word param, const Master*, size_t) {
+    return float_of(param);
+  }
+  template <class Float>
+  static auto store(Float value, Master*, size_t) {
+    return bits_of(value);
+  }
 };
 
 // ---- states, as the update sees them ----
@@ -173,6 +211,7 @@ struct Fp32States {
 // 32 random bits for each element: `words` in optim/layout/dither.py is the same, and says where it is from.
 struct Chance {
   static constexpr size_t kNumScalars = 1;  // the step, modulo 2^24
+  static constexpr uint32_t kBetween = 0x9e3779b9;  // of elements of a block, see docs/numerics.md
 
   Chance(const float* scalars, Dither dither)
       : first(dither.index), before(mixed(mixed(dither.param) + static_cast<uint32_t>(scalars[0]))),
@@ -213,81 +252,7 @@ struct Bf16States : Chance {
   }
 };
 
-// Codes of 8 bits, and an exponent for each block: docs/numerics.md and optim/layout/codes.py say which. The second state of
-// a rule is a mean of squares.
-struct CodedStates : Chance {
-  using Element = uint8_t;
-  using Chance::Chance;
-};
-
-template <size_t k>
-struct Code {
-  static constexpr bool kIsSigned = k == 0;
-  static constexpr uint32_t kShift = 19;  // 4 bits of fp32's mantissa stay: an octave has 16 levels
-  static constexpr uint32_t kBottom = (kIsSigned ? 121 : 113) << 23;  // the least octave; below it are 16 levels, too
-  static constexpr uint32_t kOffset = (kBottom >> kShift) - 16;
-
-  static uint32_t wide(uint8_t code) { return static_cast<uint32_t>(kIsSigned ? static_cast<int8_t>(code) : code); }
-
-  static float decode(uint32_t code, float scale) {
-    const uint32_t sign = kIsSigned ? code & 0x80000000 : 0;
-    const auto level = static_cast<int32_t>(sign ? -code : code);
-    const float low = static_cast<float>(level) * (float_of(kBottom) * 0x1p-4f);
-    const float share = level < 16 ? low : float_of((static_cast<uint32_t>(level) + kOffset) << kShift);
-    return float_of(bits_of(share * scale) | sign);
-  }
-
-  static uint32_t encode(uint32_t value, float factor, uint32_t word) {
-    const float share = float_of(value & kMagnitude) * factor;
-    const bool is_low = share < float_of(kBottom);
-    const uint32_t bits = bits_of(is_low ? share + float_of(kBottom) : share) + (Chance::half<k>(word) << (kShift - 16));
-    const uint32_t found = (bits >> kShift) - (is_low ? kOffset + 16 : kOffset);
-    const uint32_t level = kIsSigned || found != 0 ? found : 1;
-    return kIsSigned && static_cast<int32_t>(value) < 0 ? -level : level;
-  }
-};
-
-// A block of states on its way: codes, as wide as fp32, become the bits of what the update makes of them.
-template <size_t kNumStates>
-struct BlockStates {
-  using Element = uint32_t;
-  template <size_t k>
-  float load(uint32_t code) const {
-    return Code<k>::decode(code, scale[k]);
-  }
-  uint32_t word(size_t) const { return 0; }
-  template <size_t k>
-  static uint32_t store(float value, uint32_t) {
-    return bits_of(value);
-  }
-
-  float scale[kNumStates];
-};
-
-// The largest magnitude of a block, and with it the exponent: the least with which its level is one that there is.
-struct Top {
-  explicit Top(const uint32_t* __restrict values, size_t numel) {
-    int32_t top = 0;
-    for (size_t i = 0; i < numel; ++i) {
-      const auto magnitude = static_cast<int32_t>(values[i] & kMagnitude);
-      top = top < magnitude ? magnitude : top;
-    }
-    const auto found = static_cast<uint32_t>(top);
-    is_coded = !is_greater(bits_of(0x1p-100f), found) && is_greater(bits_of(0x1p126f), found);
-    exponent = is_coded ? (found + (1u << Code<0>::kShift) - 1) >> 23 : is_greater(found, bits_of(1.0f)) ? 255 : 0;
-    factor = is_coded ? float_of((254 - exponent) << 23) : 0.0f;
-  }
-  bool is_coded;
-  uint32_t exponent;  // biased; 0: all is zero, 255: all is NaN
-  float factor;
-};
-
-float scale_of(uint8_t exponent) { return float_of(exponent == 255 ? kQuietNan : static_cast<uint32_t>(exponent) << 23); }
-
 // ---- the update ----
-
-// IEEE leaves the sign and payload of a NaN to the order of operands, and so to the compiler: store one NaN for all.
-float settle(float value) { return float_of(select(is_nan(bits_of(value)), kQuietNan, bits_of(value))); }
 
 struct Nothing {};
 
@@ -298,12 +263,13 @@ template <class Rule, class States, class Form, class Grad, class Differs, size_
                  State* __restrict... states) {
   for (size_t i = 0; i < numel; ++i) {
     float state[] = {kept.template load<k>(states[i])..., 0.0f};  // registers: a store to memory before the last load would cost a reload
-    const float weight = rule(Grad::load(grad[i]) * grad_scale, Form::load(param, master, i), state[k]...);
+    const auto before = load<uint32_t>(param + i);
+    const float weight = rule(Grad::of(load<uint32_t>(grad + i)) * grad_scale, Form::load(before, master, i), state[k]...);
     [[maybe_unused]] const uint32_t word = kept.word(i);
     ((states[i] = States::template store<k>(settle(state[k]), word)), ...);
-    [[maybe_unused]] const auto before = param[i];
-    Form::store(settle(weight), param, master, i);
-    if constexpr (sizeof(Differs) == sizeof(param[i])) differs[i] = before ^ param[i];
+    const uint32_t after = Form::store(settle(weight), master, i);
+    store(after, param + i);
+    if constexpr (sizeof(Differs) == sizeof(param[i])) differs[i] = static_cast<uint16_t>(before ^ after);
   }
 }
 
@@ -323,58 +289,7 @@ void update(void* param, void* master, const void* grad, void* const* states, si
   run(all, static_cast<Nothing*>(nullptr));
 }
 
-template <size_t k>
-void widen(const uint8_t* __restrict codes, uint32_t* __restrict wide, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) wide[i] = Code<k>::wide(codes[i]);
-}
-
-// Writes zeros from `coded` on.
-void narrow(const uint32_t* __restrict wide, uint8_t* __restrict codes, size_t coded, size_t numel) {
-  for (size_t i = 0; i < coded; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
-  __builtin_memset(codes + coded, 0, numel - coded);
-}
-
-template <size_t... k, class... State>
-void encode_block(std::index_sequence<k...>, const CodedStates kept, size_t first, size_t numel, const float* factors,
-                  State* __restrict... values) {
-  const float factor[] = {factors[k]...};
-  for (size_t i = 0; i < numel; ++i) {
-    const uint32_t word = kept.word(first + i);
-    ((values[i] = Code<k>::encode(values[i], factor[k], word)), ...);
-  }
-}
-
-// The same with states in codes: a block goes through all of it while it is in the nearest cache.
-template <class Rule, class Form, class Grad>
-void update_coded(void* param, void* master, const void* grad, void* const* states, size_t numel, float grad_scale,
-                  const float* scalars, Dither dither, uint16_t* differs) {
-  constexpr size_t kNum = Rule::kNumStates;
-  const CodedStates kept(scalars + Rule::kNumScalars, dither);
-  const size_t block = dither.block;
-  const auto run = [&]<size_t... k>(std::index_sequence<k...> all, auto* wanted) {
-    uint32_t values[kNum][kMostBlock];
-    for (size_t done = 0; done < numel; done += block) {
-      uint8_t* const codes[] = {static_cast<uint8_t*>(states[k]) + done...};
-      uint8_t* const exponents[] = {static_cast<uint8_t*>(states[kNum + k]) + done / block...};
-      (widen<k>(codes[k], values[k], block), ...);
-      update_loop<Rule, BlockStates<kNum>, Form, Grad>(
-          all, static_cast<typename Form::Param*>(param) + done,
-          static_cast<typename Form::Master*>(master) + (master ? done : 0),
-          static_cast<const typename Grad::Element*>(grad) + done, block, grad_scale, Rule(scalars),
-          BlockStates<kNum>{{scale_of(*exponents[k])...}}, wanted + (wanted ? done : 0), values[k]...);
-      const Top tops[] = {Top(values[k], block)...};
-      const float factors[] = {tops[k].factor...};
-      encode_block(all, kept, done, block, factors, values[k]...);
-      (narrow(values[k], codes[k], tops[k].is_coded ? block : 0, block), ...);
-      ((*exponents[k] = static_cast<uint8_t>(tops[k].exponent)), ...);
-    }
-  };
-  constexpr std::make_index_sequence<kNum> all;
-  if constexpr (sizeof(typename Form::Param) == sizeof *differs) {
-    if (differs) return run(all, differs);
-  }
-  run(all, static_cast<Nothing*>(nullptr));
-}
+#include "coded.hpp"
 
 template <class Rule, class States, class Form, class Grad>
 constexpr Update update_of() {
@@ -436,18 +351,18 @@ void absorb(SumLanes& sum, const void* data, size_t size_bytes) {
 // A square of an fp32 number is exact in fp64, so only the order of additions matters.
 template <class Grad>
 double sq_sum(const void* data, size_t numel) {
-  constexpr size_t kLanes = 32;
+  constexpr size_t kSums = 32;
   const auto* grad = static_cast<const typename Grad::Element*>(data);
-  double lanes[kLanes] = {};
+  double lanes[kSums] = {};
   const auto add = [&lanes](size_t lane, float value) {
     lanes[lane] += static_cast<double>(value) * static_cast<double>(value);
   };
   size_t done = 0;
-  for (; done + kLanes <= numel; done += kLanes) {
-    for (size_t j = 0; j < kLanes; ++j) add(j, Grad::load(grad[done + j]));
+  for (; done + kSums <= numel; done += kSums) {
+    for (size_t j = 0; j < kSums; ++j) add(j, Grad::of(load<uint32_t>(grad + done + j)));
   }
-  for (size_t j = 0; done + j < numel; ++j) add(j, Grad::load(grad[done + j]));
-  for (size_t width = kLanes / 2; width > 0; width /= 2) {
+  for (size_t j = 0; done + j < numel; ++j) add(j, Grad::of(load<uint32_t>(grad + done + j)));
+  for (size_t width = kSums / 2; width > 0; width /= 2) {
     for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
   }
   return lanes[0];

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels import CHUNK_NUMEL, KernelPool, OnAccelerator
-from ..layout.codes import loaded, store
+from ..layout.codes import block_of, loaded, store
 from ..layout.dither import words
 from ..layout.flat import unflatten
 from ..layout.master import TILE_NUMEL
@@ -149,7 +149,8 @@ def update_run(update: Update, run: RunTensors, here: KernelPool | OnAccelerator
         values.masked_fill_(values.isnan(), math.nan)  # devices have NaNs of their own
     chance = None
     if run.origin is not None:
-        chance = words(run.origin, run.start, run.start + param.numel(), run.scalars.dither[0], param.device)
+        stop, block = run.start + param.numel(), block_of(run.states, param.numel())
+        chance = words(run.origin, run.start, stop, run.scalars.dither[0], param.device, block)
     store(run.states, states, chance)
     here.divide(master, param, lower)
     if before is not None and run.marks is not None:

@@ -11,8 +11,10 @@ from nvme_offload.offload.config.optimizer import OPTIMIZERS
 from nvme_offload.offload.host.region import HostRegion
 from nvme_offload.offload.units import round_up
 from nvme_offload.optim.kernels import ABSENT, KernelPool, available_isas, make_logged_step, make_segment
+from nvme_offload.optim.layout.flat import Origin
 from nvme_offload.optim.layout.master import TILE_NUMEL
 from nvme_offload.optim.rules.registry import RULES
+from nvme_offload.optim.rules.rule import MOST_BLOCK
 
 MASTER_DTYPES = {torch.bfloat16: torch.uint16, torch.float16: torch.float32, torch.float32: None}
 
@@ -24,18 +26,24 @@ def numel(bench_size: int) -> int:
 
 @pytest.mark.parametrize("dtype", MASTER_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("state_dtype", ["fp32", "int8"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_update(measure: Callable[..., Any], numel: int, name: str, isa: str, dtype: torch.dtype) -> None:
-    master_dtype = MASTER_DTYPES[dtype]
+def test_update(
+    measure: Callable[..., Any], numel: int, name: str, state_dtype: str, isa: str, dtype: torch.dtype
+) -> None:
+    master_dtype, numel = MASTER_DTYPES[dtype], round_up(numel, MOST_BLOCK)
     param, grad = torch.ones(numel, dtype=dtype), torch.full((numel,), 1e-3, dtype=dtype)
     master = None if master_dtype is None else torch.zeros(numel, dtype=master_dtype)
-    settings = OPTIMIZERS[name]
-    rule = RULES[name].of(settings)
-    if not rule.kernel:
-        pytest.skip(f"{name} has no native kernel")
-    states = [torch.full((numel,), state.birth) for state in rule.states]
+    settings = {**OPTIMIZERS[name], "state_dtype": state_dtype}
+    rule = RULES[name].of(settings).of_param((numel // MOST_BLOCK, MOST_BLOCK), (0, 1))
+    if not rule.kernel or (state_dtype == "int8") != rule.dithers:
+        pytest.skip(f"{name} has no native kernel with states in {state_dtype}")
+    states = [torch.zeros(numel // kept.per, dtype=kept.dtype) for kept in rule.kept]
     what: dict[str, Any] = {"param": param, "grad": grad, "master": master, "states": states, "rule": rule}
-    segment = make_segment(**what, checksums=None, scalars=rule.scalars(settings, 10), grad_scale=1.0)
+    if rule.dithers:
+        what["origin"] = Origin(0, 0, (numel,), (1,))
+    scalars = rule.scalars(settings, 10) + (10.0,) * rule.dithers
+    segment = make_segment(**what, checksums=None, scalars=scalars, grad_scale=1.0)
     changed = [tensor for tensor in (param, master, *states) if tensor is not None]
     size_bytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in changed)
     measure(partial(KernelPool(isa=isa).update, [segment]), size_bytes)

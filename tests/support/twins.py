@@ -101,9 +101,12 @@ def round_states(rule: UpdateRule, states: Sequence[Fp32], step: int, param: int
     with np.errstate(over="ignore"):
         before = _hashed(_hashed(np.uint32(param)) + np.uint32(step % 2**24))
         between = _hashed(before + np.uint32(param))
-        words = _hashed(np.arange(first, first + states[0].size, dtype=np.uint32) ^ before, between)
+        index = np.arange(first, first + states[0].size, dtype=np.uint32)
+        within = index % np.uint32(rule.block or 1)
+        words = _hashed(index - within ^ before, between) + within * np.uint32(0x9E3779B9)
     dithers = words & np.uint32(0xFFFF), words >> np.uint32(16)
     if rule.block:
+        dithers = words >> np.uint32(13), words & np.uint32(0x7FFFF)
         signs = (state.is_signed for state in rule.states)
         each = zip(states, dithers, signs, strict=False)
         return [
@@ -120,7 +123,7 @@ def round_states(rule: UpdateRule, states: Sequence[Fp32], step: int, param: int
 
 
 def encode_reference(values: Fp32, dither: Any, block: int, *, is_signed: bool) -> tuple[Any, Any]:
-    """Codes of docs/numerics.md, int8 or uint8 [numel], and exponents, uint8 [numel / block]; `dither` has 16 bits."""
+    """Codes of docs/numerics.md, int8 or uint8 [numel], and exponents, uint8 [numel / block]; `dither` has 19 bits."""
     blocks, octaves = values.reshape(-1, block), 7 if is_signed else 15
     dither = np.broadcast_to(np.asarray(dither, np.uint32), values.shape).reshape(blocks.shape)
     with np.errstate(all="ignore"):
@@ -131,9 +134,9 @@ def encode_reference(values: Fp32, dither: Any, block: int, *, is_signed: bool) 
         shares = np.abs(blocks) * np.ldexp(np.float32(1), 1 - exponent)[:, None]
         bottom = np.float32(2.0 ** (1 - octaves))
         low = np.where(shares < bottom, bottom, np.float32(0))
-        at = (shares + low).view(np.uint32) + (dither << np.uint32(3)) >> np.uint32(19)
+        at = (shares + low).view(np.uint32) + dither >> np.uint32(19)
     levels = at.astype(np.int64) - (int(bottom.view(np.uint32)) >> 19) + np.where(low > 0, 0, 16)
-    levels = np.where(np.signbit(blocks), -levels, levels) if is_signed else np.maximum(levels, 1)
+    levels = np.where(np.signbit(blocks), levels - 128, levels) if is_signed else np.maximum(levels, 1)
     levels[is_nan | is_zero] = 0
     stored = np.where(is_nan, 255, np.where(is_zero, 0, exponent + 126))
     return levels.astype(np.int8 if is_signed else np.uint8).reshape(-1), stored.astype(np.uint8)
@@ -141,13 +144,14 @@ def encode_reference(values: Fp32, dither: Any, block: int, *, is_signed: bool) 
 
 def decode_reference(codes: Any, exponents: Any, *, is_signed: bool) -> Fp32:
     """The values of codes, fp32 [numel], exactly."""
-    levels, lowest = np.abs(codes.astype(np.int64)), -6 if is_signed else -14
+    levels, lowest = codes.astype(np.int64) & (127 if is_signed else 255), -6 if is_signed else -14
     octaves = np.maximum(levels // 16 - 1, 0)
-    mantissas = np.where(levels < 16, levels, levels % 16 + 16) * np.sign(codes.astype(np.int64))
+    mantissas = np.where(levels < 16, levels, levels % 16 + 16)
     scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents.astype(np.int64) - 127))
     scales[exponents == 0] = 0
     values = np.ldexp(mantissas.astype(np.float64), octaves + lowest - 4).reshape(len(exponents), -1) * scales[:, None]
-    return values.reshape(-1).astype(np.float32)
+    magnitudes = values.reshape(-1).astype(np.float32)
+    return np.where(codes < 0, -magnitudes, magnitudes) if is_signed else magnitudes
 
 
 def _hashed(x, between=_ZERO):  # lowbias32

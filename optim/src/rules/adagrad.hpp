@@ -5,10 +5,11 @@ struct Adagrad {
   explicit Adagrad(const float* scalars)
       : step_size(scalars[0]), weight_decay(scalars[1]), eps(scalars[2]), decays(weight_decay != 0.0f) {}
 
-  float operator()(float grad, float master, float& sum) const {
-    const float g = decays ? grad + weight_decay * master : grad;
+  template <class Float>
+  Float operator()(Float grad, Float master, Float& sum) const {
+    const Float g = decays ? grad + weight_decay * master : grad;
     sum = sum + g * g;
-    return master - (step_size * g) / (__builtin_sqrtf(sum) + eps);
+    return master - (step_size * g) / (root(sum) + eps);
   }
 
   float step_size;  // lr / (1 + (step - 1) * lr_decay)

@@ -4,8 +4,9 @@ struct Adam {
 
   explicit Adam(const float* scalars) : weight_decay(scalars[0]), decays(weight_decay != 0.0f), moments(scalars + 1) {}
 
-  float operator()(float grad, float master, float& exp_avg, float& exp_avg_sq) const {
-    const float denom = moments(decays ? grad + weight_decay * master : grad, exp_avg, exp_avg_sq);
+  template <class Float>
+  Float operator()(Float grad, Float master, Float& exp_avg, Float& exp_avg_sq) const {
+    const Float denom = moments(decays ? grad + weight_decay * master : grad, exp_avg, exp_avg_sq);
     return master - (moments.step_size * exp_avg) / denom;
   }
 

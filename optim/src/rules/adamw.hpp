@@ -4,8 +4,9 @@ struct AdamW {
 
   explicit AdamW(const float* scalars) : decay(scalars[0]), moments(scalars + 1) {}
 
-  float operator()(float grad, float master, float& exp_avg, float& exp_avg_sq) const {
-    const float denom = moments(grad, exp_avg, exp_avg_sq);  // before all else: root and division take longest
+  template <class Float>
+  Float operator()(Float grad, Float master, Float& exp_avg, Float& exp_avg_sq) const {
+    const Float denom = moments(grad, exp_avg, exp_avg_sq);  // before all else: root and division take longest
     return master * decay - (moments.step_size * exp_avg) / denom;
   }
 

@@ -10,13 +10,16 @@ struct Lion {
         beta2(scalars[4]),
         beta2_complement(scalars[5]) {}
 
-  float operator()(float grad, float master, float& exp_avg) const {
-    const float mixed = exp_avg * beta1 + grad * beta1_complement;
-    const float sign = static_cast<float>(mixed > 0.0f) - static_cast<float>(mixed < 0.0f);
+  template <class Float>
+  Float operator()(Float grad, Float master, Float& exp_avg) const {
+    const Float mixed = exp_avg * beta1 + grad * beta1_complement;
     exp_avg = exp_avg * beta2 + grad * beta2_complement;
     // The sign of a NaN is a NaN, as torch.sign has it.
-    const float direction = float_of(select(is_nan(bits_of(mixed)), kQuietNan, bits_of(sign)));
-    return master * decay - lr * direction;
+    using Word = decltype(bits_of(grad));
+    const Word negative = select(mixed < 0.0f, spread<Word>(bits_of(-1.0f)), Word{});
+    const Word sign = select(mixed > 0.0f, spread<Word>(bits_of(1.0f)), negative);
+    const Word direction = select(is_nan(bits_of(mixed)), spread<Word>(kQuietNan), sign);
+    return master * decay - lr * float_of(direction);
   }
 
   float decay;  // 1 - lr * weight_decay

@@ -13,10 +13,11 @@ struct Moments {
         weight(near_grad ? scalars[0] - 1.0f : scalars[0]) {}
 
   // Takes the gradient into the moments; returns what step_size * exp_avg is divided by.
-  float operator()(float grad, float& exp_avg, float& exp_avg_sq) const {
+  template <class Float>
+  Float operator()(Float grad, Float& exp_avg, Float& exp_avg_sq) const {
     exp_avg = (near_grad ? grad : exp_avg) + weight * (grad - exp_avg);
     exp_avg_sq = exp_avg_sq * beta2 + (beta2_complement * grad) * grad;
-    return __builtin_sqrtf(exp_avg_sq) / bias_correction2_sqrt + eps;
+    return root(exp_avg_sq) / bias_correction2_sqrt + eps;
   }
 
   float beta2;

@@ -4,7 +4,8 @@ struct SGD {
 
   explicit SGD(const float* scalars) : lr(scalars[0]), weight_decay(scalars[1]), decays(weight_decay != 0.0f) {}
 
-  float operator()(float grad, float master) const {
+  template <class Float>
+  Float operator()(Float grad, Float master) const {
     return master - lr * (decays ? grad + weight_decay * master : grad);
   }
 
@@ -24,8 +25,9 @@ struct SGDMomentum {
         decays(weight_decay != 0.0f),
         nesterov(scalars[5] != 0.0f) {}
 
-  float operator()(float grad, float master, float& buffer) const {
-    const float g = decays ? grad + weight_decay * master : grad;
+  template <class Float>
+  Float operator()(Float grad, Float master, Float& buffer) const {
+    const Float g = decays ? grad + weight_decay * master : grad;
     buffer = buffer * kept + gain * g;
     return master - lr * (nesterov ? g + momentum * buffer : buffer);
   }

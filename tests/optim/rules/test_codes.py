@@ -83,7 +83,7 @@ def test_values_that_were_decoded_come_back_exactly_and_others_as_the_nearest(is
     for given in (values, None):
         found = decoded(codes, exponents) if given is None else torch.from_numpy(given)
         store_coded(codes, exponents, found)
-        expected = encode_reference(found.numpy(), 0x8000, 128, is_signed=is_signed)
+        expected = encode_reference(found.numpy(), 0x40000, 128, is_signed=is_signed)
         assert_same_bits([codes, exponents], [torch.from_numpy(each) for each in expected])
         kept = decoded(codes, exponents)
         assert_same_bits(kept, torch.from_numpy(decode_reference(*expected, is_signed=is_signed)))
