@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard aio_native/src/* optim/src/* optim/src/rules/*)
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 STATIC := tests/test_tidy.py tests/test_exports.py tests/test_site.py
 
 .PHONY: demo test check bench compare sanitize clients triton hosts filesystems docs wheel test-torch setup clean FORCE
@@ -18,7 +18,7 @@ STATIC := tests/test_tidy.py tests/test_exports.py tests/test_site.py
 demo: setup
 	$(BIN)/python -m nvme_offload.perf.experiments demo $(ARGS)
 
-# Three workers, on two processors: tests wait for drives, ranks and devices. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
+# Four workers, on two processors: tests wait for drives, ranks and devices. What needs a quiet machine waits until nothing else runs (tests/conftest.py). One: make test WORKERS=0
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(or $(ARGS),$(STATIC:%=--ignore=%))
 

@@ -24,7 +24,7 @@ TOOLS = {
     "btrfs-progs": ("mkfs.btrfs", "--version"),
     "bindfs": ("bindfs", "--version"),
 }
-QUICK = {"ext3", "overlay on tmpfs", "XFS, blocks of 64 KiB"} | {"immutable", "a dangling link", "short files"}
+QUICK = {"overlay on tmpfs", "XFS, blocks of 64 KiB"} | {"immutable", "a dangling link", "short files"}
 needs_loops = pytest.mark.skipif(
     os.geteuid() != 0 or not can_mount() or not Path("/dev/loop-control").exists(),
     reason="needs root, mount namespaces and loop devices",

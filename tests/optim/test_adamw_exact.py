@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nvme_offload import OffloadAdamW
+from tests.support.pairs import each_value_once
 from tests.support.training import (
     AWKWARD_SHAPES,
     BLOCK,
@@ -176,10 +177,12 @@ CHANGES = {
 """Each changes a parameter, in the blocks between two elements; None: its last one."""
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "where", [{"device": "cpu"}, {"buffers": 8}, {"buffers": 2}], ids=["host", "in a staging buffer", "on the drive"]
+    ("where", "dtype", "change"),
+    each_value_once(
+        [{"device": "cpu"}, {"buffers": 8}, {"buffers": 2}], [torch.bfloat16, torch.float16], list(CHANGES)
+    ),
+    ids=str,
 )
 def test_a_changed_parameter_is_taken_over_and_said(make_adamw, where, dtype, change):
     """Exactly the blocks that changed start from the 16-bit values found; all others keep their lower halves."""

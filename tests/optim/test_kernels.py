@@ -55,8 +55,7 @@ def test_every_isa_and_thread_count_gives_the_bits_of_the_twin(case, form, sizes
                 assert state.differs_from(twin) == [], where
 
 
-@pytest.mark.parametrize(("flush", "grad_dtype"), each_value_once([False, True], GRAD_DTYPES))
-@pytest.mark.parametrize("form", MasterForm)
+@pytest.mark.parametrize(("form", "flush", "grad_dtype"), each_value_once([*MasterForm], [False, True], GRAD_DTYPES))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, grad_dtype, flush):
     numel = TILE_NUMEL + 1001
@@ -87,9 +86,9 @@ def test_denormal_gradients_count_under_flush_denormal():
         assert bool((state.states[0] != 0).all())
 
 
-@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.isa}-{pool.num_threads}")
-@pytest.mark.parametrize("tile", [0, 2, 3])
-@pytest.mark.parametrize("form", [MasterForm.SPLIT, MasterForm.FULL])
+@pytest.mark.parametrize(
+    ("form", "tile", "pool"), each_value_once([MasterForm.SPLIT, MasterForm.FULL], [0, 2, 3], POOLS)
+)
 def test_a_block_changed_behind_our_back_is_counted_and_its_master_made_anew(form, tile, pool):
     numel = 3 * TILE_NUMEL + 5
     weights = (torch.randn(numel, generator=torch.Generator().manual_seed(3)) * 0.02).numpy()

@@ -1,8 +1,6 @@
 """A parked trainer has given its memory back, loses nothing, and wakes with the next forward."""
 
 import random
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 
@@ -14,7 +12,7 @@ from nvme_offload import FaultSpec, OffloadAdamW, StateError, get_full_optimizer
 from tests.optim.state.test_on_device import take_step
 from tests.optim.zero.test_engine_on_device import BF16, DRIVE, FP16, KEPT, assert_same, behind, trained
 from tests.optim.zero.test_engine_on_device import section as section_on_device
-from tests.support.forked import ROOT
+from tests.support.forked import lines_of
 from tests.support.interrupts import OURS, PACKAGES, every, send_sigint, strided, struck
 from tests.support.sharded_model import full_state
 from tests.support.tiers import EVERYTHING, Model, loss_of, section
@@ -23,7 +21,7 @@ from tests.support.training import section as plain_section
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RESIDENT = """
+PARKED = """
 import re, sys
 import torch
 from pathlib import Path
@@ -31,30 +29,26 @@ from nvme_offload import initialize
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 print(resident())
-"""
-PARKED = """
 from tests.support.tiers import EVERYTHING, Model, loss_of, section
 torch.set_num_threads(1)
 config = section(sys.argv[1], **EVERYTHING)
 config["zero_optimization"]["offload_optimizer"]["staging_budget"] = "128MiB"
 config["activations"] = {"device": "nvme", "nvme_path": sys.argv[1], "keep": "all", "host_budget": "4KiB"}
-with initialize(Model(num_layers=6, width=1200), config) as engine:
-    for step in range(2):
-        for micro in range(2):
-            engine.backward(loss_of(engine, step, micro, 0))
-            engine.step()
+with initialize(Model(num_layers=6, width=800), config) as engine:
+    for micro in range(2):
+        engine.backward(loss_of(engine, 0, micro, 0))
+        engine.step()
     print(resident())
     engine.park()
     print(resident())
-    engine.backward(loss_of(engine, 2, 0, 0))
+    engine.backward(loss_of(engine, 1, 0, 0))
 """
 
 
 def test_a_parked_trainer_is_as_large_as_what_it_has_imported(tmp_path):
-    [imported] = run_child(RESIDENT, tmp_path, fresh=True).split()
-    _, trained, parked = map(int, run_child(RESIDENT + PARKED, tmp_path, fresh=True).split())
-    assert trained > int(imported) + 100
-    assert parked <= int(imported) + 64
+    imported, trained, parked = map(int, run_child(PARKED, tmp_path, fresh=True).split())
+    assert trained > imported + 100
+    assert parked <= imported + 64
 
 
 def steps(engine, first, last, parks):
@@ -114,11 +108,17 @@ ON_DEVICE = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_engine_leaves_its_device_and_comes_back_with_the_same_bits(ranks):
+IN_EVERY_RUN = ["state on the device", "a durable run", "in backward", "everything on NVMe"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(1, IN_EVERY_RUN), *(pytest.param(ranks, [*ON_DEVICE], marks=pytest.mark.slow) for ranks in (1, 2))],
+)
+def test_an_engine_leaves_its_device_and_comes_back_with_the_same_bits(ranks, names):
     """They are those of the CPU, where nobody parks."""
-    results = trained([each | {"scales": [1] * 3, "parks": True} for each in ON_DEVICE.values()], ranks=ranks)
-    for name, (expected, found) in zip([*ON_DEVICE] * ranks, results, strict=True):
+    results = trained([ON_DEVICE[name] | {"scales": [1] * 3, "parks": True} for name in names], ranks=ranks)
+    for name, (expected, found) in zip(names * ranks, results, strict=True):
         with noted(name):
             assert_same(expected, found)
             assert found["parked"] == [0] * 3
@@ -295,11 +295,11 @@ with optimizer:
 def test_a_trainer_that_is_killed_while_it_parks_or_wakes_goes_on_from_its_run(kills, tmp_path):
     chance, steps_said = random.Random(0), -1
     for _ in range(kills):
-        with subprocess.Popen([sys.executable, "-c", PARKS, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as trainer:
-            steps_said = max(steps_said, int([trainer.stdout.readline() for _ in range(chance.randrange(1, 6))][-1]))
+        with lines_of(PARKS, tmp_path) as (trainer, lines):
+            steps_said = max(steps_said, int([lines.readline() for _ in range(chance.randrange(1, 6))][-1]))
             time.sleep(chance.random() * 0.02)
             trainer.kill()
-            steps_said = max(steps_said, *(int(line) for line in trainer.stdout if line.endswith(b"\n")), -1)
+            steps_said = max(steps_said, *(int(line) for line in lines if line.endswith("\n")), -1)
         params, optimizer = made(durable(tmp_path))
         with optimizer:
             step, _ = optimizer.resume()

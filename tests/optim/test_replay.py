@@ -129,8 +129,7 @@ def test_the_base_becomes_the_parameter_of_the_last_logged_step(form, num_logged
         assert own.differs_from(twin) == [], "the whole state from base and log alone, as after a crash"
 
 
-@pytest.mark.parametrize("flush", [False, True], ids=["keep", "flush"])
-@pytest.mark.parametrize("form", MasterForm)
+@pytest.mark.parametrize(("form", "flush"), each_value_once([*MasterForm], [False, True]))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replayed_bits_hold_for_awkward_numbers_and_under_flush_denormal(case, form, flush):
     dtypes = (torch.bfloat16, torch.float16, torch.bfloat16)

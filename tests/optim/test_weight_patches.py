@@ -5,8 +5,6 @@ import hashlib
 import json
 import random
 import resource
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,7 +14,7 @@ from torch import nn
 from nvme_offload import OffloadAdamW, StateError, WeightsError, apply_patch, initialize, save_patch
 from tests.support import tiers
 from tests.support.drawn_patches import bits, differing, drawn, patched, run, whole
-from tests.support.forked import ROOT
+from tests.support.forked import lines_of
 from tests.support.ranks import on_ranks
 from tests.support.rules import CASES
 from tests.support.training import noted, section
@@ -397,12 +395,12 @@ def digest_of(model):
 def test_whoever_writes_may_be_killed_at_any_moment(kills, tmp_path):
     follower, chance = Small(torch.bfloat16), random.Random(0)
     for _ in range(kills):
-        with subprocess.Popen([sys.executable, "-c", WRITES, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as writer:
-            lines = [writer.stdout.readline() for _ in range(chance.randrange(1, 5))]
+        with lines_of(WRITES, tmp_path) as (writer, lines):
+            heard = [lines.readline() for _ in range(chance.randrange(1, 5))]
             time.sleep(chance.random() * 0.05)
             writer.kill()
-            lines += writer.stdout.readlines()
-        said = dict(line.decode().split() for line in lines if line.endswith(b"\n"))
+            heard += lines.readlines()
+        said = dict(line.split() for line in heard if line.endswith("\n"))
         version = apply_patch(follower, tmp_path / "patches")
         assert apply_patch(follower, tmp_path / "patches") == version
         assert said.get(version, digest_of(follower)) == digest_of(follower)  # the latest may not have been said

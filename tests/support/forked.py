@@ -7,15 +7,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import torch
@@ -91,6 +91,22 @@ def run_code(
             raise subprocess.TimeoutExpired(code, timeout)
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(code, child.exitcode, out, err)
+
+
+@contextmanager
+def lines_of(code: str, *arguments: object) -> Iterator[tuple[Any, IO[str]]]:
+    """Run code in a child as `run_code` does; yield the process and what it prints. It is killed in the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/out")
+        given = (folder, dict(os.environ), torch.get_num_threads(), int, code, [*map(str, arguments)])
+        child = FORKED.Process(target=_run, args=given)
+        child.start()
+        try:
+            with open(f"{folder}/out", encoding="utf-8") as lines:
+                yield child, lines
+        finally:
+            child.kill()
+            child.join()
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> str:

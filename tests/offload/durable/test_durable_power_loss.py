@@ -111,9 +111,12 @@ WRONG = {
     "one extent for each slot": (runs.ExtentRing, "_is_kept", lambda ring, record, extent: False),
     "snapshots that pin nothing": (runs.ExtentRing, "pin", lambda ring, name, tables: None),
 }
+QUICK = ("no sync of the data", "one extent for each slot", "snapshots that pin nothing")
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRONG]
+)
 @pytest.mark.parametrize("paths", [1], indirect=True, ids=["one path"])
 def test_what_is_known_to_be_wrong_is_found(paths, monkeypatch, wrong):
     monkeypatch.setattr(*WRONG[wrong])

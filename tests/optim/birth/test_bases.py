@@ -462,7 +462,7 @@ def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path)
     """However many micro-batches it has, block by block; and what they read is the base alone, or nearly."""
     layers, kinds = 8, KINDS[2:3] * 8
     folder = publish(tmp_path / "base", build(kinds, rows=1000, width=1000))
-    for micro_batches in (1, 2, 8, 16):
+    for micro_batches in (1, 8):
         config = section(tmp_path, **TIERS, accumulation=micro_batches, buffer_count=2)
         with born(folder, config, partial(build, kinds, rows=1000, width=1000)) as engine:
             train(engine, 0)

@@ -130,20 +130,22 @@ def named_in(said):
     return named
 
 
-@pytest.mark.parametrize("state", [*MODES, "load", "found"])
+STATES = [*MODES, "load", "found"]
+KINDS = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("engine", True), ("engine", False)]
+"""What is trained, and whether it is a durable run."""
+IN_EVERY_RUN = [(*kind, state) for kind in KINDS[:2] for state in STATES] + [("engine", True, "begun")]
+IN_EVERY_RUN += [("engine", True, "load"), ("engine", True, "stopped")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "durable"),
+    ("kind", "durable", "state"),
     [
-        pytest.param("bfloat16", True, id="bfloat16-durable"),
-        pytest.param("bfloat16", False, id="bfloat16"),
-        pytest.param("float32", True, id="float32-durable", marks=pytest.mark.slow),
-        pytest.param("engine", True, id="engine-durable", marks=GOES_ON),
-        pytest.param("engine", False, id="engine", marks=[GOES_ON, pytest.mark.slow]),
+        pytest.param(*case, marks=[GOES_ON] * (case[0] == "engine") + [pytest.mark.slow] * (case not in IN_EVERY_RUN))
+        for case in ((*kind, state) for kind in KINDS for state in STATES)
+        if case[1] or case[2] not in ("guessed", "found")  # states of durable runs
     ],
 )
 def test_every_way_that_is_named_leads_on(alone, tmp_path, monkeypatch, eager, state, kind, durable):
-    if not durable and state in ("guessed", "found"):
-        pytest.skip("a state of durable runs")
     expected = twin_of(kind, tmp_path / "twin")
     run, said = left(tmp_path / "first", state, kind, durable, monkeypatch)
     ways = named_in(said)

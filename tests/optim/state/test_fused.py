@@ -13,6 +13,7 @@ from tests.optim.state.test_on_device import (
     updated_by,
 )
 from tests.support.late_device.fused import Queued
+from tests.support.pairs import each_value_once
 from tests.support.rules import CASES, IN_INT8, VARIANTS
 from tests.support.training import BLOCK, assert_same_bits, run_child
 
@@ -32,9 +33,9 @@ def test_an_update_has_the_bits_of_the_kernel(case):
     assert_bits_of_the_kernel(case, torch.bfloat16, 2049, updated)
 
 
-@pytest.mark.parametrize("case", [case.with_block(block) for case in IN_INT8[1:3] for block in (128, 32)], ids=str)
-def test_an_update_in_8_bits_has_the_bits_of_the_kernel(case):
-    assert_bits_of_the_kernel(case, torch.bfloat16, 2048 + 384, updated)
+@pytest.mark.parametrize(("case", "block"), each_value_once(IN_INT8[1:3], (128, 32)), ids=str)
+def test_an_update_in_8_bits_has_the_bits_of_the_kernel(case, block):
+    assert_bits_of_the_kernel(case.with_block(block), torch.bfloat16, 2048 + 384, updated)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from tests.support.sharded_model import assert_same, full_state
 from tests.support.small_llama import llama, rows
 
 MiB, GiB = 2**20, 2**30
-WIDTH, LAYERS = 1024, 8  # in bf16 16 MiB of parameters, of gradients, and 80 MiB of state
+WIDE, LAYERS = 1024, 8  # in bf16 16 MiB of parameters, of gradients, and 80 MiB of state
+NARROW = 512  # where what is kept of a forward decides
 
 
 def auto(path, **state):
@@ -25,9 +26,9 @@ def auto(path, **state):
     return {"offload": "auto", "zero_optimization": zero, "bf16": {"enabled": True}}
 
 
-def model(frozen=0):
+def model(frozen=0, width=NARROW):
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
+    layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS))).bfloat16()
     layers[:frozen].requires_grad_(False)
     return layers
 
@@ -38,7 +39,7 @@ def leave(monkeypatch, size_bytes):
 
 def train(engine, steps=1, rows=4):
     for step in range(steps):
-        shape = engine.gradient_accumulation_steps, rows, WIDTH
+        shape = engine.gradient_accumulation_steps, rows, engine.module[0].in_features
         batches = torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16()
         engine.accumulate(lambda batch: engine(batch).float().square().mean(), batches)
         engine.step()
@@ -62,7 +63,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def expected():
-    with initialize(model(), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}) as engine:
+    with initialize(model(width=WIDE), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}) as engine:
         return train(engine)
 
 
@@ -71,7 +72,7 @@ def expected():
 def test_what_memory_has_decides_and_the_bits_do_not_depend_on_it(name, expected, tmp_path, monkeypatch, capsys):
     left, chosen, tiers, why = SIZES[name]
     leave(monkeypatch, left)
-    with initialize(model(), auto(tmp_path)) as engine:
+    with initialize(model(width=WIDE), auto(tmp_path)) as engine:
         told = capsys.readouterr().err.splitlines()
         assert [why in line for line in told] == [True], told
         assert places(engine.config) == chosen
@@ -83,7 +84,7 @@ def test_what_memory_has_decides_and_the_bits_do_not_depend_on_it(name, expected
         assert_same(train(engine), expected)
 
 
-ROWS = 64  # whose hidden states are 128 KiB, and 1 MiB in all blocks
+ROWS = 128  # whose hidden states are 128 KiB, and 1 MiB in all blocks
 
 
 def kept(engine):
@@ -106,7 +107,7 @@ def test_what_a_first_forward_saves_decides_what_is_kept(left, more, expected, w
     made = partial(model, more.pop("frozen", 0))
     with initialize(made(), auto(tmp_path) | more) as engine:
         with torch.no_grad():
-            engine(torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16))  # which saves nothing
+            engine(torch.zeros(ROWS, NARROW, dtype=torch.bfloat16))  # which saves nothing
         capsys.readouterr()
         chosen = train(engine, 2, ROWS)
         told = capsys.readouterr().err.splitlines()
@@ -195,18 +196,18 @@ def test_ranks_with_different_memory_choose_alike_and_one_tells(rank, world_size
 def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, monkeypatch):
     leave(monkeypatch, first)
     section = auto(tmp_path, durable=True)
-    with initialize(model(), section) as engine:
+    with initialize(model(width=WIDE), section) as engine:
         assert engine.config.zero_optimization.offload_optimizer.rewrite_every == "auto"
         train(engine, 1, ROWS)
         began = kept(engine)
         assert began[0] == ("nvme" if first < 0 else "none")
     leave(monkeypatch, 120 * MiB if first == GiB else GiB)
-    with initialize(model(), section) as engine:
+    with initialize(model(width=WIDE), section) as engine:
         assert (places(engine.config), engine.config.activations.device) == (chosen, began[0])
         assert bool(engine.activations) == (first < 0), "it was chosen once"
         assert engine.resume() == (1, {})
         resumed = train(engine, 1, ROWS)
-    with initialize(model(), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}) as engine:
+    with initialize(model(width=WIDE), {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}) as engine:
         train(engine, 1, ROWS)
         assert_same(resumed, train(engine, 1, ROWS))
 
@@ -214,7 +215,7 @@ def test_a_durable_run_goes_on_with_what_it_began_with(first, chosen, tmp_path, 
 def test_an_optimizer_alone_keeps_of_its_state_what_memory_holds(tmp_path, monkeypatch, capsys):
     leave(monkeypatch, 100 * MiB)
     section = {key: value for key, value in auto(tmp_path).items() if key != "bf16"}
-    with OffloadAdamW(model().parameters(), offload=section) as optimizer:
+    with OffloadAdamW(model(width=WIDE).parameters(), offload=section) as optimizer:
         plan, told = optimizer.tier_plan, capsys.readouterr().err
         assert plan.units_on("host", "optimizer state")
         assert plan.units_on("nvme", "optimizer state")
