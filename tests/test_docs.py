@@ -289,8 +289,12 @@ def test_sections_on_a_page_are_read(page):
 
 TUTORIALS = [INDEX.parent / "quick_start.md", *sorted((INDEX.parent / "tutorials").glob("*.md"))]
 TYPED = [*TUTORIALS, INDEX.parent / "recipes.md"]
-FILE = re.compile(r'(?:python|json|yaml) title="(?P<name>[\w.-]+)"')
+FILE = re.compile(r'(?:python|json|yaml|sh) title="(?P<name>[\w.-]+)"')
 COMMANDS = "sh runnable"
+
+
+def parsed_by_bash(script):
+    return subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
@@ -303,8 +307,8 @@ def test_every_block_of_a_tutorial_is_run(page):
     assert len(files) == sum(block["info"] not in (COMMANDS, "python runnable", "text output") for block in found)
     for name, code in files.items():
         assert name in commands or any(name in other for other in files.values()), name
-        read = {".py": ast.parse, ".json": json.loads, ".yaml": yaml.safe_load}[Path(name).suffix]
-        assert read(code)
+        read = {".py": ast.parse, ".json": json.loads, ".yaml": yaml.safe_load, ".sbatch": parsed_by_bash}
+        assert read[Path(name).suffix](code)
     for command in re.findall(r"^offload (\w+)", commands, re.MULTILINE):
         assert command in cli.COMMANDS
 
