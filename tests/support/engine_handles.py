@@ -100,12 +100,15 @@ class HandleConformance(EngineTools):
     def test_a_signal_handler_that_returns_runs_while_waiting(self):
         engine, fd, memory = self.open_slow(), self.file(bytes(8 * BLOCK)), Memory(8 * BLOCK)
         seen_done: list[bool] = []
-        operation = submit(engine, Op.READ, [memory.segment(fd)])
         previous = signal.signal(signal.SIGALRM, lambda *_: seen_done.append(operation.done()))
         self.on_exit.callback(signal.signal, signal.SIGALRM, previous)
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        assert operation.wait()
-        assert seen_done == [False]
+        for _ in range(20):  # a busy machine may run this process again when the operation is done
+            operation = submit(engine, Op.READ, [memory.segment(fd)])
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            assert operation.wait()
+            if False in seen_done:
+                return
+        pytest.fail(f"after the operation: {seen_done}")
 
     @pytest.mark.parametrize("segments", [[], [Segment(0, 0, 4096, 0)], [Segment(0, 0, 4096, -1)]])
     def test_empty_segments_are_refused(self, segments):
