@@ -439,7 +439,10 @@ def test_what_cannot_be_is_an_error_where_it_is_asked_for(alone, tmp_path, kind)
 
 
 @GOES_ON
-@pytest.mark.parametrize("kind", ["cache", "twice", "past", *list(ODD)[8:], "later buffer"])
+@pytest.mark.parametrize(
+    "kind",
+    ["cache", "past", "later buffer", *(pytest.param(k, marks=pytest.mark.slow) for k in ("twice", *list(ODD)[8:]))],
+)
 def test_what_cannot_be_is_said_once_where_it_is_not_asked_for(alone, tmp_path, kind):
     ends = []
     for order in ("horizontal", "auto"):
