@@ -144,7 +144,7 @@ NOT_MEANT_FOR = {bema: {"LoRA in Trainer", "LoRA in SFTTrainer"}, by_length: {"D
 def pairs():
     for trainer, (row, *_) in TRAINERS.items():
         for beside in BESIDE:
-            slow = [] if trainer == "Trainer" and beside in (ema, stopped) else [pytest.mark.slow]
+            slow = [] if trainer == "Trainer" and beside in (ema, stopped, resumed) else [pytest.mark.slow]
             if trainer not in NOT_MEANT_FOR.get(beside, ()):
                 marks = [row, BESIDE[beside], *slow]
                 yield pytest.param(trainer, beside, marks=marks, id=f"{trainer}-{beside.__name__}")

@@ -106,47 +106,6 @@ def check_error(error, code):
     assert "optimizer state of subgroup" in str(error)
 
 
-def finish_and_wait(optimizer):
-    """Where only the last write is left, the wait for it says what is wrong."""
-    optimizer.finish_step()
-    optimizer.synchronize()
-
-
-@pytest.mark.parametrize("first", [1, 2, 4])
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE], ids=["read", "write"])
-@pytest.mark.parametrize("buffers", [2, 3])
-def test_a_failed_step_is_finished_when_the_drive_is_well_again(make_adamw, monkeypatch, expected, op, first, buffers):
-    params, optimizer, tier = make_faulty(make_adamw, None, buffers=buffers, sub_group_size=1)
-    take_steps(optimizer, params, 0)
-    drive = Failing(tier, monkeypatch, op, first)
-    failed = []
-    for step in range(1, STEPS):
-        set_grads(params, step)
-        try:
-            optimizer.step()
-        except SwapIOError as error:
-            failed.append(error)
-            with pytest.raises(StateError, match=r"step \d stopped after \d of \d subgroups"):
-                optimizer.step()
-            with pytest.raises(SwapIOError):
-                finish_and_wait(optimizer)  # not yet
-            drive.healthy = True
-            if optimizer.store.record is not None:
-                optimizer.finish_step()
-            optimizer.synchronize()
-    if not failed:
-        with pytest.raises(SwapIOError):
-            optimizer.synchronize()
-        drive.healthy = True
-        optimizer.synchronize()
-    else:
-        (note, *_) = failed[0].__notes__
-        assert "stopped after" in note
-        assert "finish_step()" in note
-    expected.assert_equals(optimizer)
-    assert all_buffers_are_accounted_for(optimizer)
-
-
 def test_what_failed_before_the_cause_was_removed_is_not_reported_again(make_adamw, monkeypatch, expected):
     """The first failed write stops the step while others are under way that are going to fail as well."""
     faults = FaultSpec(seed=1, delay=1.0, max_delay_us=200_000)
@@ -176,21 +135,6 @@ def test_an_iteration_ends_with_the_step_that_was_finished(make_adamw, monkeypat
         optimizer.finish_step()
         lengths.append(len(optimizer.timeline()))
     assert max(lengths[4:]) < 2 * max(lengths[1:4]), lengths
-
-
-def test_a_write_that_runs_behind_the_last_step_is_reported_by_synchronize(make_adamw, monkeypatch, expected):
-    params, optimizer, tier = make_faulty(make_adamw, None, buffers=8)
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            optimizer.synchronize()
-            drive = Failing(tier, monkeypatch, Op.WRITE, optimizer.stats().num_subgroups)
-        set_grads(params, step)
-        optimizer.step()  # more buffers than subgroups: nothing waits for a write
-    with pytest.raises(SwapIOError, match="write of"):
-        optimizer.synchronize()
-    drive.healthy = True
-    optimizer.synchronize()
-    expected.assert_equals(optimizer)
 
 
 def test_a_step_does_not_wait_for_the_writes_of_the_one_before(make_adamw, monkeypatch):

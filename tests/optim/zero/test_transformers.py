@@ -1,4 +1,4 @@
-"""Hugging Face's models and Trainer: a small Llama through `initialize`, and `Trainer` over our optimizer."""
+"""A small Llama of Hugging Face's through `initialize`, and what accelerate does with an optimizer's state."""
 
 from functools import partial
 
@@ -10,11 +10,10 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from nvme_offload import OffloadAdamW, initialize
 from tests.support import build, small_llama
 from tests.support.ranks import on_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import assert_same
 
-TRAINER_STEPS, BATCH = 20, 4
+BATCH = 4
 LR = 1e-2
-CLIP = 1.0
 BF16 = {"bf16": {"enabled": True}}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -30,9 +29,6 @@ def texts(number):
 
 
 section = partial(build.section, staging_budget="8MiB")
-
-
-# Through initialize
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -63,96 +59,6 @@ def test_a_llama_is_sharded_by_its_layers_and_saves_what_it_holds(rank, world_si
             assert not torch.equal(state["lm_head.weight"], llama().lm_head.weight)
 
 
-# Through Trainer
-
-
-DTYPES = pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
-)
-
-
-class HandClipping(TrainerCallback):
-    """Clips where Trainer would have, with torch's own function."""
-
-    def on_pre_optimizer_step(self, args, state, control, *, model, **unused):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-
-
-def trainer_of(model, optimizer, out, scheduler=None, callbacks=(), **arguments):
-    settings = {
-        "output_dir": str(out),
-        "max_steps": TRAINER_STEPS,
-        "per_device_train_batch_size": BATCH,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        **arguments,
-    }
-    return Trainer(
-        model=model,
-        args=TrainingArguments(**settings),
-        train_dataset=small_llama.rows(2 * BATCH),
-        optimizers=(optimizer, scheduler),
-        callbacks=list(callbacks),
-    )
-
-
-def logged(trainer, key):
-    return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
-
-
-def train(tmp_path, *, dtype=torch.float32, path=None, **arguments):
-    """Losses, norms and parameters of a run of Trainer."""
-    model = llama(dtype)
-    with OffloadAdamW(model.parameters(), lr=LR, offload=section(path)) as made:
-        trainer = trainer_of(model, made, tmp_path / "out", **arguments)
-        trainer.train()
-        assert trainer.optimizer.optimizer is made
-        parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-        return logged(trainer, "loss"), logged(trainer, "grad_norm"), parameters
-
-
-def distance(parameters, others):
-    """Norm of the difference over norm of the weights."""
-    apart = sum(float((parameters[name].double() - others[name].double()).square().sum()) for name in parameters)
-    return (apart / sum(float(value.double().square().sum()) for value in others.values())) ** 0.5
-
-
-@DTYPES
-def test_trainer_clips_as_by_default(dtype, tmp_path):
-    losses, norms, parameters = train(tmp_path, dtype=dtype, path=tmp_path)
-    assert len(losses) == TRAINER_STEPS
-    assert losses[-1] < 0.8 * losses[0]
-    assert norms[0] > CLIP
-    by_hand = train(tmp_path, dtype=dtype, max_grad_norm=0.0, callbacks=[HandClipping()])
-    assert losses == by_hand[0]
-    assert_same(parameters, by_hand[2])  # and the first run's state was on NVMe, this one's in memory
-    assert distance(parameters, train(tmp_path, dtype=dtype, max_grad_norm=0.0)[2]) > 1e-3
-
-
-@DTYPES
-def test_trainer_resumes_from_its_checkpoint_bit_for_bit(dtype, tmp_path):
-    """Saved with the state on NVMe, in the middle of a schedule; resumed in memory, from other weights."""
-    finals, losses = [], []
-    for path, seed, resume in ((tmp_path, 0, None), (None, 7, tmp_path / "out" / f"checkpoint-{TRAINER_STEPS // 2}")):
-        model = llama(dtype, seed)
-        with OffloadAdamW(model.parameters(), lr=LR, offload=section(path)) as optimizer:
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            saving = {"save_strategy": "steps", "save_steps": TRAINER_STEPS // 2}
-            trainer = trainer_of(model, optimizer, tmp_path / "out", schedule, **saving)
-            trainer.train(resume_from_checkpoint=resume and str(resume))
-            finals.append(full_state(model, optimizer))
-            losses.append(logged(trainer, "loss"))
-            assert optimizer.param_groups[0]["lr"] == LR / (1 + TRAINER_STEPS)
-    assert losses[1] == losses[0]
-    assert_same(*finals)
-
-
-# What does not fit, and what it costs
-
-
 class Watch(TrainerCallback):
     """Bytes that the optimizer had written when training began."""
 
@@ -168,7 +74,9 @@ def test_accelerate_passes_over_the_state_unless_told_otherwise(placement, tmp_p
     model = llama()
     with OffloadAdamW(model.parameters(), lr=LR, offload=section(tmp_path)) as optimizer:
         watch = Watch(optimizer)
-        trainer = trainer_of(model, optimizer, tmp_path / "out", callbacks=[watch], max_steps=2)
+        how = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "report_to": []}
+        args, given = TrainingArguments(tmp_path / "out", **how), {"train_dataset": small_llama.rows(8)}
+        trainer = Trainer(model, args, **given, optimizers=(optimizer, None), callbacks=[watch])
         trainer.accelerator.device_placement = placement
         trainer.train()
         assert (watch.written > 0) is placement
