@@ -56,6 +56,7 @@ MEMORY = Contender("memory", "FSDP2 and torch.optim.AdamW, all in memory")
 CONTENDERS = (
     OURS,
     MEMORY,
+    Contender("ours-int8", "nvme-offload, states in 8 bits, on NVMe"),
     Contender("ours-memory", "nvme-offload, state in memory"),
     Contender("ours-backward", "nvme-offload, state in memory, updated in backward, unclipped", on_device=True),
     Contender("ours-device", "nvme-offload, state on the device", on_device=True),

@@ -45,11 +45,13 @@ SUBGROUP = 2**24  # elements of a subgroup where state moves, so that a step has
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
+    "ours-int8": {"optimizer": {"params": {"state_dtype": "int8"}}},
     "ours-memory": {},
     "ours-backward": {"overlap_step": "backward", "gradient_clipping": 0.0, "skip_non_finite": False},
     "ours-device": {"device_budget": "1TiB"},
 }
-"""Contenders of ours, each with the keys of its section beside those that all have; the first is on NVMe."""
+"""Contenders of ours, each with the keys of its section beside those that all have."""
+_ON_NVME = ("ours", "ours-int8")
 _PIPELINED = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 _SUPER = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.8}
 DEEPSPEEDS: dict[str, dict[str, Any]] = {
@@ -209,7 +211,7 @@ def trainer_of(order: Order, model: nn.Module) -> Trainer:
     """The trainer of a contender."""
     name, swap, device = order.contender, Path(order.swap), torch.device(order.device)
     if name in OURS:
-        made = merged(_section(swap if name == "ours" else None), OURS[name])
+        made = merged(_section(swap if name in _ON_NVME else None), OURS[name])
         made |= {"run_log": f"{order.weights}.jsonl"} if order.demo and name == "ours" else {}
         return _in_detail(model, order, made) if order.demo else _ours(model, made)
     if name in DEEPSPEEDS:
