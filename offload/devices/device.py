@@ -36,7 +36,7 @@ def is_host(device: torch.device) -> bool:
 
 def is_device(device: torch.device | str) -> bool:
     """Whether this is a device, or the type of one, with memory and streams of its own that can be used here."""
-    kind = torch.device(device).type
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     if kind == HOST.type:
         return False
     module = getattr(torch, kind, None)

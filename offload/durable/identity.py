@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from ..errors import ResumeError
 from ..storage.run_folder import read_in
@@ -20,14 +20,27 @@ Identity = Mapping[str, Any]
 _SHOWN = 3
 
 
-def canonical(identity: Identity) -> bytes:
-    """Encode a JSON object, equal ones alike. Raises TypeError or ValueError if something in it is not JSON."""
+def _canonical(identity: Identity) -> bytes:
     return json.dumps(identity, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def digest(identity: Identity) -> str:
-    """Return 32 hexadecimal digits that only this identity has."""
-    return hashlib.blake2b(canonical(identity), digest_size=16).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class Encoded(NamedTuple):
+    """An identity as it is written, equal ones alike."""
+
+    identity: Identity
+    content: bytes
+    digest: str
+    """32 hexadecimal digits that only this identity has."""
+
+    @classmethod
+    def of(cls, identity: Identity) -> Self:
+        """Encode it. Raises TypeError or ValueError if something in it is not JSON."""
+        content = _canonical(identity)
+        return cls(identity, content, _digest(content))
 
 
 def file_name(digest: str) -> str:
@@ -39,8 +52,9 @@ def read_identity(folder: Path, expected: str) -> Identity:
     """Read the identity with this digest in a run's directory. Raises ResumeError if the file is gone or damaged."""
     path = folder / file_name(expected)
     try:
-        found: Identity = json.loads(read_in(folder, path.name))
-        if isinstance(found, dict) and digest(found) == expected:
+        content = read_in(folder, path.name)
+        if _digest(content) == expected:
+            found: Identity = json.loads(content)
             return found
     except FileNotFoundError:
         raise ResumeError(path, MADE_AGAIN) from None
@@ -66,7 +80,7 @@ def _walk(before: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     if _is_list(before) and _is_list(now) and len(before) == len(now):
         found = [_walk(*pair, f"{where}[{place}]") for place, pair in enumerate(zip(before, now, strict=True))]
         return [line for lines in found for line in lines]
-    return [] if canonical({"": before}) == canonical({"": now}) else [(where, before, now)]
+    return [] if _canonical({"": before}) == _canonical({"": now}) else [(where, before, now)]
 
 
 def _is_list(value: Any) -> bool:

@@ -19,10 +19,9 @@ from ..storage.run_folder import replace_in
 from ..storage.swap_file import DirectPolicy
 from ..storage.swap_space import SwapSpace
 from ..warn import warn_user
-from . import identity as identities
 from .chain import SlotLayout, check_rows
 from .directory import DurableDirectory, check_name, directory_of, read_about
-from .identity import Identity, read_identity
+from .identity import Encoded, differences, file_name, read_identity
 from .manifest import NO_COMMIT, Manifest
 from .ring import ExtentRing
 from .run_copies import RunCopies
@@ -135,8 +134,7 @@ class DurableRun:
         except BaseException:
             self.space.close()
             raise
-        self._identity = ("", b"")
-        """Its digest, and what its file says."""
+        self._identity = Encoded({}, b"", "")
         self._about: dict[str, Any] = {"places": places}
 
     @property
@@ -161,7 +159,7 @@ class DurableRun:
 
     # Identity.
 
-    def identify(self, identity: Identity, uuid: str, hosts: Mapping[str, str]) -> None:
+    def identify(self, identity: Encoded, uuid: str, hosts: Mapping[str, str]) -> None:
         """Say what this run is from now on: what is committed is committed as this.
 
         `identity` is JSON that must be equal wherever a commit is taken up; `offload runs` shows its ``model``. All
@@ -174,7 +172,7 @@ class DurableRun:
         about = {"name": self.name, "uuid": uuid, "rank": self.rank, "created": time.time(), "hosts": hosts}
         self._about |= about | {"num_paths": len(self._files.directories)}
         self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
-        self.uuid, self._identity = uuid, (identities.digest(identity), identities.canonical(identity))
+        self.uuid, self._identity = uuid, identity
         self._files.each_folder(self._say_identity)
 
     def note_keeping(self, keeping: Mapping[str, object]) -> None:
@@ -184,15 +182,15 @@ class DurableRun:
             self._files.each_directory(lambda place, directory: directory.say(self._about | {"path": place}))
 
     def _say_identity(self, folder: Path) -> None:
-        digest, content = self._identity
-        if not drive.ask(folder, os.path.lexists, folder / identities.file_name(digest)):
-            replace_in(folder, identities.file_name(digest), content)
+        name = file_name(self._identity.digest)
+        if not drive.ask(folder, os.path.lexists, folder / name):
+            replace_in(folder, name, self._identity.content)
 
-    def differences(self, manifest: Manifest, identity: Identity) -> list[str]:
+    def differences(self, manifest: Manifest, identity: Encoded) -> list[str]:
         """Return what `identity` has otherwise than what was committed, one line each; empty where it fits."""
-        if manifest.identity == identities.digest(identity):
+        if manifest.identity == identity.digest:
             return []
-        return identities.differences(read_identity(self.folder, manifest.identity), identity)
+        return differences(read_identity(self.folder, manifest.identity), identity.identity)
 
     # Manifests.
 
@@ -290,7 +288,7 @@ class DurableRun:
             step=step,
             sequence=self.extents.sequence,
             incarnation=self.extents.incarnation,
-            identity=self._identity[0],
+            identity=self._identity.digest,
             tables=tables,
             blob=blob,
             is_first=not before,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from nvme_offload.offload.durable.identity import Encoded
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.errors import OutOfSpaceError, StateError
@@ -297,11 +298,14 @@ class Commits:
             )
         latest.close()
 
-    def identify(self) -> None:
-        """Say what the run is from now on. Collective where several ranks step together, when parameters came."""
+    def identify(self, identity: Encoded | None = None) -> None:
+        """Say what the run is from now on: `identity`, if that is known.
+
+        Collective where several ranks step together, when parameters came.
+        """
         if self._num_identified != self._num_placed:
             self._agree()
-            self.run.identify(self.identity(), self._agreed.uuid, self._agreed.hosts)
+            self.run.identify(identity or self.identity(), self._agreed.uuid, self._agreed.hosts)
             self._num_identified = self._num_placed
 
     def _agree(self) -> None:
@@ -331,9 +335,9 @@ class Commits:
         """
         self._agreed = self._agreed._replace(history=min(drawn))
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Encoded:
         """Return what the run is now: see `identity_of`."""
-        return identity_of(self.store, self.durable, self.engines_model or ModelRecord())
+        return Encoded.of(identity_of(self.store, self.durable, self.engines_model or ModelRecord()))
 
     def note_adopted(self, content: Content) -> None:
         """The run goes on from here."""

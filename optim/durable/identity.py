@@ -5,7 +5,7 @@ committed by it (`RecordedRun`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -64,9 +64,11 @@ class ModelRecord(NamedTuple):
 def identity_of(body: StateBody, durable: DurableState, model: ModelRecord) -> dict[str, Any]:
     """Return JSON that is equal for the same parameters, groups, rules, ranks, subgroups and kind of log."""
     table = body.table
-    rules: list[dict[str, Any]] = []
-    for rule in (_rule_as_json(record.rule) for record in table):
-        rules += [rule] if rule not in rules else []
+    rules, numbers = list[dict[str, Any]](), dict[int, int]()
+    for rule in {id(record.rule): record.rule for record in table}.values():
+        said = _rule_as_json(rule)
+        rules += [said] if said not in rules else []
+        numbers[id(rule)] = rules.index(said)
     return {
         "model": _in_words(table),
         "precision": model.precision,
@@ -80,7 +82,8 @@ def identity_of(body: StateBody, durable: DurableState, model: ModelRecord) -> d
         "alignment": durable.run.space.alignment,
         "rules": rules,
         "parameters": {
-            name: _param_as_json(record, rules) for name, record in zip(_named(table, model), table, strict=True)
+            name: _param_as_json(record, numbers[id(record.rule)])
+            for name, record in zip(_named(table, model), table, strict=True)
         },
         "tied": dict(model.tied),
         "elsewhere": list(model.elsewhere),
@@ -102,7 +105,7 @@ def _named(table: ParamTable, model: ModelRecord) -> list[str]:
     return [name if known[name] == 1 else f"{name} ({index})" for index, name in enumerate(named)]
 
 
-def _param_as_json(record: ParamRecord, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _param_as_json(record: ParamRecord, rule: int) -> dict[str, Any]:
     part = Part.of(record.leaf)
     return {
         "index": record.index,
@@ -113,7 +116,7 @@ def _param_as_json(record: ParamRecord, rules: Sequence[Mapping[str, Any]]) -> d
         "dtype": name_of(record.param.dtype),
         "log_dtype": name_of(record.log_dtype),
         "group": record.group,
-        "rule": rules.index(_rule_as_json(record.rule)),
+        "rule": rule,
         "has_state": record.is_placed,
     }
 

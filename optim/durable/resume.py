@@ -10,6 +10,7 @@ import torch
 
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.committed import PinnedReader
+from nvme_offload.offload.durable.identity import Encoded
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.errors import CorruptionError, ResumeError, StateError, SwapIOError
 from nvme_offload.offload.warn import warn_user
@@ -56,6 +57,8 @@ class Resumption:
         self._groups = groups
         self._check_group = check_group
         self._cannot_write = False
+        self._identity: Encoded | None = None
+        """The run as it is here, once that was compared."""
 
     def resume(self) -> Content | None:
         """Go on from the latest step that every rank has, or from the one before if that is damaged."""
@@ -155,7 +158,7 @@ class Resumption:
         self._commits.begin_history(offer.drawn for offer in of_all.values())
         in_order = next(iter(of_all.values())).steps  # all go by the order of one rank
         candidates = [own[commit] for commit in in_order if commit in common]
-        identity = self._commits.identity()
+        self._identity = identity = self._commits.identity()
         different = self._ranks.together(lambda: [self._run.differences(one, identity) for one in candidates])
         more = f", and {len(different[0]) - 5} more" if len(different[0]) > 5 else ""
         if said := self._said_by_any("; ".join(different[0][:5]) + more):
@@ -195,7 +198,7 @@ class Resumption:
             content, problem = self._ranks.together(partial(self._bring_back, manifest))
             said = self._said_by_any(problem)
             if not said:
-                self._ranks.together(self._commits.identify)
+                self._ranks.together(partial(self._commits.identify, self._identity))
                 # All ranks have it among their commits before the first destroys another one, and nobody goes on while
                 # another rank still has a newer one: whoever is killed at any moment, there is one that all have.
                 self._ranks.together(partial(self._run.bring_to_front, manifest, self._layouts()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -139,7 +140,7 @@ class UpdateRule:
         """Elements that share an exponent; 0: there are no exponents."""
         return max((state.block for state in self.states), default=0)
 
-    @property
+    @cached_property
     def kept(self) -> tuple[KeptSection, ...]:
         """List what keeps its states: an array of each, and behind them the exponents of those in 8 bits."""
         coded = [state for state in self.states if state.block]

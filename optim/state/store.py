@@ -406,10 +406,11 @@ class StateStore(StepState):
     @property
     def _on_device(self) -> dict[int, torch.device]:
         """The devices of parameters that are there in a step, or have their gradients there, by index."""
+        devices = {device for device in {record.param.device for record in self.table} if is_device(device)}
         return {
             record.index: record.param.device
             for record in self.table
-            if is_device(record.param.device) and not self.blocks.leaves_device(record.leaf)
+            if record.param.device in devices and not self.blocks.leaves_device(record.leaf)
         }
 
     @property

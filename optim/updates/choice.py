@@ -2,18 +2,15 @@
 
 from collections.abc import Callable
 
-import torch
-
-from ..kernels import GradDtype, Segment, make_segment, renew
-from ..layout.subgroup import Subgroup
+from ..kernels import Segment, make_segment
+from ..layout.subgroup import Run, Subgroup
 from ..rules.rule import UpdateRule
 from .in_torch import InTorch, OnDevice, WholeMatrix
+from .kept_segments import KeptSegments
 from .log_state import LogState
 from .logged import LoggedKernel
 from .mirrored import DeviceMirror, Mirrored
 from .work import Means, RunTensors, SubgroupStep, Updater
-
-_MOST_MEMORIES = 16  # of a slot: more than it usually has buffers to take turns in
 
 
 class NativeKernel(Updater):
@@ -21,30 +18,16 @@ class NativeKernel(Updater):
 
     def __init__(self, subgroup: Subgroup, means: Means, log: LogState | None = None) -> None:
         super().__init__(subgroup, means, log)
-        self._segments: dict[tuple[int, int], dict[int, Segment]] = {}
-        """By the address of the memory that they are for, and index of the parameter: staging buffers take turns."""
+        self._segments = KeptSegments()
 
     def prepare(self, work: SubgroupStep) -> Callable[[], int]:
         """See `Updater.prepare`."""
-        if len(self._segments) > _MOST_MEMORIES:
-            self._segments = {}
-        memory = work.memory.view(torch.uint8, 0, 1).data_ptr()
-        made = self._segments.setdefault((memory, work.places.num_marked), {})
-        grads, scalars = work.grads, work.scalars
-        runs = [run for run in self.subgroup.runs if run.param in grads]
-        for run in runs:
-            if run.param not in made:
-                made[run.param] = self._made(work.runs[run.param])
-        segments = [made[run.param] for run in runs]
-        dtypes = [GradDtype.of(grads[run.param]) for run in runs]
-        renew(segments, *work.addresses(runs), dtypes, [scalars[run.param] for run in runs])
-        kernels = self.means.kernels
+        segments, kernels = self._segments.renewed(work, self._made, False), self.means.kernels
         return lambda: sum(kernels.update(segments))
 
-    def _made(self, run: RunTensors) -> Segment:
-        scalars, its = run.scalars, run._asdict()
-        its |= {"scalars": scalars.of_kernel, "grad_scale": scalars.grad_scale}
-        return make_segment(rule=self.subgroup.rule, **its)
+    def _made(self, tensors: RunTensors, _: Run) -> Segment:
+        scalars = {"scalars": tensors.scalars.of_kernel, "grad_scale": tensors.scalars.grad_scale}
+        return make_segment(rule=self.subgroup.rule, **{**tensors._asdict(), **scalars})
 
 
 def way_of(rule: UpdateRule, *, is_durable: bool, on_device: bool) -> type[Updater]:

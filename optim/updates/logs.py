@@ -103,8 +103,8 @@ class SlotLogs:
         return make_segment(
             param=tensors.param if tensors is not None else param,
             grad=tensors.grad if tensors is not None else None,
-            master=section_view(subgroup, memory, "master", run),
-            states=state_views(subgroup, memory, run),
+            master=section_view(subgroup, memory, "master", run) if tensors is None else tensors.master,
+            states=state_views(subgroup, memory, run) if tensors is None else tensors.states,
             checksums=tensors.checksums if tensors is not None else None,
             rule=subgroup.rule,
             scalars=scalars.of_kernel,

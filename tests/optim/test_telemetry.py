@@ -21,6 +21,9 @@ from nvme_offload.optim.telemetry.run_record import LOG_SHARE, RunRecord, log_of
 from nvme_offload.optim.telemetry.stats import DriveTotals, IterationStats, Meter
 from nvme_offload.optim.telemetry.trace import TRACKS, trace_events
 from nvme_offload.perf.experiments.paced_drive import STANDS_IN_FOR, paced_drive
+from tests.support.own_resources import resident_bytes
+from tests.support.training import params_of, set_grads
+from tests.support.training import section as drive_section
 
 SECOND = 1_000_000_000
 
@@ -151,6 +154,29 @@ def test_a_timeline_of_an_engine_covers_whole_iterations(overlap_step, durable, 
     assert [span.kind for span in passes] == ["forward", "backward", "forward", "backward", "step"]
     for earlier, later in pairwise(passes):
         assert earlier.end_ns <= later.start_ns
+
+
+@pytest.mark.parametrize("steps", [60, pytest.param(8_640, marks=pytest.mark.slow)])
+def test_a_day_of_steps_is_counted_as_a_day(drive, monkeypatch, steps):
+    """Clocks go on by a part of a day with each step; the drive is a model of one that takes no time."""
+    gone, day = 0.0, 86_400
+    for name in ("time", "monotonic", "perf_counter"):
+        now, ns = getattr(time, name), getattr(time, f"{name}_ns")
+        monkeypatch.setattr(time, name, lambda now=now: now() + gone)
+        monkeypatch.setattr(time, f"{name}_ns", lambda ns=ns: ns() + int(gone * 1e9))
+    params = params_of([(999,), (65_537,)], torch.bfloat16)
+    with paced_drive(), OffloadAdamW(params, offload=drive_section(drive, engine=STANDS_IN_FOR)) as optimizer:
+        for step in range(1 + steps):
+            if step == 10:
+                resident = resident_bytes()
+            set_grads(params, step)
+            optimizer.step()
+            gone += day / steps
+        optimizer.synchronize()
+        stats = optimizer.stats()
+        assert stats.iteration.seconds == pytest.approx(day / steps, rel=0.1)
+        assert stats.written_per_day == pytest.approx(steps * stats.state_bytes, rel=0.1)
+        assert resident_bytes() - resident < 16 << 20
 
 
 def test_the_first_step_has_no_iteration_yet(tmp_path):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from nvme_offload import OffloadConfig
 from nvme_offload.offload.durable.chain import SlotLayout, Written
+from nvme_offload.offload.durable.identity import Encoded
 from nvme_offload.offload.durable.manifest import Manifest
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import SUMMED_BYTES, ExtentLayout, Sums, check_sums
@@ -85,7 +86,7 @@ class SmallRun:
 
     def begin(self) -> None:
         """A run that is new."""
-        self.run.identify(IDENTITY, UUID, HOSTS)
+        self.run.identify(Encoded.of(IDENTITY), UUID, HOSTS)
         self.run.extents.add(self.layouts)
 
     def write(self, values: dict[int, int]) -> None:
@@ -135,7 +136,7 @@ class SmallRun:
         """Go on from there."""
         name = name_of(manifest)
         self._note(f"begin {name}")
-        self.run.identify(IDENTITY, UUID, HOSTS)
+        self.run.identify(Encoded.of(IDENTITY), UUID, HOSTS)
         self.run.adopt(manifest, self.layouts)
         self._note(f"done {name}")
         self.values = list(self.read())

@@ -17,6 +17,7 @@ from nvme_offload import ForeignFolderError, ResumeError, StateError, SwapIOErro
 from nvme_offload.offload.durable import directory, owner
 from nvme_offload.offload.durable.chain import SlotLayout
 from nvme_offload.offload.durable.directory import DurableDirectory, directory_of
+from nvme_offload.offload.durable.identity import Encoded
 from nvme_offload.offload.durable.inventory import find_runs, locked
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.durable.seal import ExtentLayout
@@ -276,7 +277,7 @@ def test_another_runs_uuid_is_refused(tmp_path):
     left_behind(tmp_path)
     run = opened(tmp_path)
     with pytest.raises(ResumeError, match="other ranks have another under this name"):
-        run.identify({}, "another", {})
+        run.identify(Encoded.of({}), "another", {})
     run.close()
 
 

@@ -11,6 +11,7 @@ from nvme_offload import CorruptionError, ResumeError
 from nvme_offload.aio_native.descriptor import Descriptor
 from nvme_offload.offload.durable import manifest as manifests
 from nvme_offload.offload.durable import run as runs
+from nvme_offload.offload.durable.identity import Encoded
 from nvme_offload.offload.durable.manifest import ManifestFiles
 from nvme_offload.offload.durable.run import DurableRun
 from nvme_offload.offload.storage import swap_space as spaces
@@ -56,7 +57,7 @@ def _problem(run, names, pinned, truth):
     if found not in names:
         return f"{found} was found, and may be {names}"
     if found is not None:
-        if run.differences(run.found[0], IDENTITY):
+        if run.differences(run.found[0], Encoded.of(IDENTITY)):
             return f"{found} was found with another identity"
         run.adopt(run.found[0], LAYOUTS)
         if read_past_the_tier(run) != truth[found]:
