@@ -269,24 +269,6 @@ def points(most):
     return pytest.mark.parametrize("most", [most, pytest.param(None, marks=pytest.mark.slow)])
 
 
-@points(12)
-def test_a_load_that_was_cut_short_is_made_again(make_adamw, most):
-    """Its hook must not stay: a second one would find nothing left to load, and begin the state afresh."""
-    other = trained(make_adamw, "cpu", 1, 2, 3)
-    optimizer, checkpoint = trained(make_adamw, "nvme", 4), other.state_dict()
-    for interrupt in islice(every(1, raise_struck), most):
-        struck(interrupt, partial(optimizer.load_state_dict, checkpoint))
-        load_all(optimizer, other)
-        assert_same_training(optimizer, other)
-
-
-def load_all(optimizer, other):
-    for group, its in zip(optimizer.param_groups, other.param_groups, strict=True):
-        for param, value in zip(group["params"], its["params"], strict=True):
-            param.data.copy_(value.data)
-    optimizer.load_state_dict(other.state_dict())
-
-
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_close_that_was_cut_short_is_made_again(make_adamw, tmp_path, stride):
     trained(make_adamw, "nvme", 1).close()

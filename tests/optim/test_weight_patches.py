@@ -233,7 +233,7 @@ def test_what_a_guess_left_and_was_taken_back_is_in_no_patch(alone, monkeypatch,
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_drawn_chains_are_the_weights(ranks, tmp_path):
-    cases = drawn(random.Random(ranks), 3, ranks=ranks)
+    cases = drawn(random.Random(ranks), 2, ranks=ranks)
     assert [wrong for wrong, _ in run(tmp_path, cases) if wrong and not wrong.startswith("refused")] == []
 
 

@@ -92,7 +92,9 @@ def loss_of(module, step, micro=0, rank=0, length=7):
 
 
 def slow_updates(optimizer):
-    """Every look at what is in memory takes a while, so that updates behind a step are behind it."""
+    """Every look at what is in memory takes a while, so that updates behind a step are behind it, if there are any."""
+    if optimizer.config.overlap_step == "off":
+        return
     here = optimizer.store.pipeline.is_here
     optimizer.store.pipeline.is_here = lambda slot: (time.sleep(0.01), here(slot))[1]
 

@@ -20,8 +20,8 @@ FROZEN_AND_TRAINED |= {"aio": (PYTHON_ENGINE, 1, "64KiB")}
 
 
 SOME = [
-    pytest.param(1, 9, 2, 600, {}, marks=pytest.mark.timeout(600)),
-    pytest.param(3, 0, 2, 600, {"in_place": True}, marks=pytest.mark.timeout(600)),
+    pytest.param(1, 6, 1, 600, {}, marks=pytest.mark.timeout(600)),
+    pytest.param(3, 0, 1, 600, {"in_place": True}, marks=pytest.mark.timeout(600)),
 ]
 ALL = pytest.param(7, 1500, 400, 14400, {}, marks=[pytest.mark.slow, pytest.mark.timeout(14400)])
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nvme_offload import ClosedError, ConfigError, OffloadEngine, TensorSwapper, initialize
+from nvme_offload import ClosedError, ConfigError, TensorSwapper, initialize
 from tests.support.interrupts import sigint_at_update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sharded_model import GOES_ON, Model, assert_same, full_state
@@ -118,18 +118,6 @@ def step_of(engine, step):
     losses = backward(engine, 0, step)
     engine.step()
     return losses
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_process_needs_no_launcher(make_engine, stage):
-    engine = make_engine(stage=stage, **BF16)
-    assert isinstance(engine, OffloadEngine)
-    losses = [sum(step_of(engine, 0)) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    assert engine.loss_scale == 1
-    engine.eval()
-    assert not engine.module.training
-    assert engine.train().module.training
 
 
 def test_a_scale_that_is_too_large_comes_down_until_steps_are_taken(make_engine):

@@ -721,7 +721,7 @@ def test_activations_on_the_drive_are_counted(keep, budget, sizes):
     assert moved.time.work.compute - plain.time.work.compute == pytest.approx(4 * beyond / machine.copy_rate)
 
 
-@pytest.mark.parametrize("blocks", [1, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("blocks", [8, *(pytest.param(few, marks=pytest.mark.slow) for few in (1, 4))])
 def test_bytes_of_activations_block_by_block_are_predicted(blocks, tmp_path, alone):
     """Gradients of what enters a block stay in memory where there is room, and nothing is read that takes it."""
     layers, width, tokens = 16, 64, 64
