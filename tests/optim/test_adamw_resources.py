@@ -6,10 +6,9 @@ import json
 import pytest
 import torch
 
-from nvme_offload import OffloadAdamW
 from tests.support.engine_tools import available_engines
 from tests.support.own_resources import Resources, resident_bytes
-from tests.support.training import BLOCK, MILLION, param, params_of, run_child, section, set_grads, take_steps
+from tests.support.training import BLOCK, MILLION, params_of, run_child, take_steps
 
 
 def test_parameters_without_a_gradient_cost_nothing(make_adamw):
@@ -116,19 +115,3 @@ def test_closing_gives_everything_back(drive, make_adamw):
         assert num_regions() == regions
     assert not Resources.settled(before).beyond(before)
     assert list(drive.iterdir()) == []
-
-
-def test_an_optimizer_that_nobody_closed_leaves_nothing(drive):
-    def train_and_forget():
-        parameter = param((300_000,))
-        optimizer = OffloadAdamW([parameter], offload=section(drive, buffers=2, sub_group_size=65536))
-        set_grads([parameter], 0)
-        optimizer.step()  # its last writes are still on their way
-
-    train_and_forget()
-    before = Resources.steady()
-    for _ in range(5):
-        train_and_forget()
-    gc.collect()
-    assert not list(drive.iterdir())
-    assert not Resources.settled(before).beyond(before)

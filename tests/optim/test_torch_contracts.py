@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from nvme_offload import OffloadAdamW, initialize
+from tests.support.own_resources import Resources
 from tests.support.sharded_model import assert_same, full_state
 from tests.support.tiers import EVERYTHING, make, train_step
 from tests.support.tiers import section as section_of_tiers
@@ -46,7 +47,7 @@ def test_dropping_the_optimizer_frees_everything_at_once(drive):
     gc.collect()
     gc.disable()
     try:
-        before = tasks()
+        before, resources = tasks(), Resources.steady()
         optimizer = OffloadAdamW(params, offload=section(drive), **SETTINGS)
         take_steps(optimizer, params, 0)
         optimizer.load_state_dict(optimizer.state_dict())
@@ -55,6 +56,7 @@ def test_dropping_the_optimizer_frees_everything_at_once(drive):
         del optimizer
         assert not list(drive.iterdir())
         assert tasks() <= before
+        assert not Resources.settled(resources).beyond(resources)
     finally:
         gc.enable()
 
