@@ -1,4 +1,17 @@
-"""Take a step: collect gradients, take their norm, find the scalars, and update each subgroup in turn."""
+"""Take a step: collect gradients, take their norm, find the scalars, and update each subgroup in turn.
+
+In this order, and why:
+
+1. Refuse (`step`) if the step before stopped halfway: this one would replace what finishes that.
+2. Place (`_placed`) what has its first gradient: all that follows finds state for each gradient.
+3. Collect (`_collect_grads`), and compare with what backward has updated with: nothing is decided yet.
+4. Norm (`_grad_scale`), over all ranks: a skipped step ends here, on all ranks alike.
+5. Settle (`_settle_commit`): no rank writes for this step before all know whether the one before lasts.
+6. Take over what began in backward (`EarlyStep.settled`), or take it back if its factor was guessed wrong.
+7. Record (`StateBody.enter`), once nothing can be refused any more: from here on `finish_step` leads on.
+8. Update (`_go_on`) what nobody can be made to wait for.
+9. Leave the rest to the worker (`_leave_to_worker`): readers wait for it, and the caller does not.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -95,11 +108,12 @@ class Stepper:
         warns. An error has one note that says what is done. A refusal has none: StateError, the step before stopped
         halfway.
         """
+        # The way on is noted now: when an error comes, another may have taken its place.
         number, has_begun, begun = self._meter.steps + 1, False, self._store.condition.way_on
         try:
             with DeferredInterrupt() as interrupt, self._meter.stepping(), self._between_steps(interrupt):
                 if (refusal := self._store.condition.refuses(Need.NEXT_STEP)) is not None:
-                    self._store.worker.raise_failure()
+                    self._store.worker.raise_failure()  # first: the cause, if nobody has heard it yet
                     raise refusal
                 has_begun = True
                 self._note_changed_on_device()
@@ -114,14 +128,12 @@ class Stepper:
             raise
 
     def _between_steps(self, interrupt: DeferredInterrupt) -> AbstractContextManager[object]:
-        """Hold the state for this step alone; a step that began in backward keeps the transfers that it started.
-
-        The host comes here long before a device has computed backward: the worker goes on until then.
-        """
+        """Hold the state for this step alone; a step that began in backward keeps the transfers that it started."""
         store = self._store
         if store.record_in(StepPhase.BEGUN) is None:
             return store.at_rest(meanwhile=interrupt.deliver)
         if not is_host(there := self.final.early.device):
+            # The host is here long before the device has computed backward. Until then the worker may go on.
             with self._meter.waiting("device"):
                 wait_for_queued(there)
         return store.worker.kept_away()
@@ -133,7 +145,7 @@ class Stepper:
         used = [record for record in members if record.leaf.grad is not None]
         if not self.schedules.know(used):
             store.table.check_layouts()
-            self.schedules.forget()
+            self.schedules.forget()  # before places change: if that is cut short, all is updated inside the step
             store.ensure_placed(used)
             self.watch(groups)
         return members
@@ -150,15 +162,15 @@ class Stepper:
         store = self._store
         grads = self._collect_grads(members)
         self.final.end_backward()
-        self.final.early.check(groups, grads)
+        self.final.early.check(groups, grads)  # before the norm, which uses the sums that this takes
         self.had_gradients = bool(grads)
-        if not grads and self._norm_group is None:
+        if not grads and self._norm_group is None:  # ranks of a group wait for this one's part of the norm
             return
         grad_scale = self._grad_scale(grads, loss_scale, found_inf)
         if self.final.backward.is_last and self.final.must_agree:
             self._say_that_nobody_agreed()
         self._settle_commit()  # not earlier, if it may be: the writes of the step before go on while the norm is taken
-        begun = self.final.early.settled(grad_scale) if grads else None
+        begun = self.final.early.settled(grad_scale) if grads else None  # also if skipped: a guess is taken back
         if not grads or grad_scale is None:
             return
         scalars = scalars_of(store, self._rule, groups, grads, grad_scale)
@@ -180,7 +192,7 @@ class Stepper:
         # Not earlier: where a hyperparameter is refused, the step is still to come.
         store.enter(record)
         store.table.marks.note_change(grads, step=number)
-        store.worker.raise_failure()
+        store.worker.raise_failure()  # of an update in backward. The record is there: finish_step() leads on
         self._go_on(record, len(inside), interrupt)
 
     def finish(self) -> None:
@@ -193,7 +205,7 @@ class Stepper:
         record.check_grads(record.inputs.grads)
         try:
             with DeferredInterrupt() as interrupt:
-                self._end_cut_short(record)
+                self._end_cut_short(record)  # first: what follows writes, and would write half an update
                 store.pipeline.forget_failures()
                 self._go_on(record, len(record.order), interrupt)
         except BaseException as error:
@@ -266,13 +278,13 @@ class Stepper:
         if not math.isfinite(self.total_norm):
             if not self._store.config.skip_non_finite:
                 self.final.drop_begun()
-                self._store.worker.raise_failure()
+                self._store.worker.raise_failure()  # backward may have found it, and says of which parameter
                 raise ValueError(
                     f"gradient norm is {self.total_norm}, and skip_non_finite = false makes that an error: write true "
                     "to skip and count such steps"
                 )
             self._meter.skip_step()
-            self.clip_first = 1.0
+            self.clip_first = 1.0  # `clip_grads` was called for this step, which is over
             if found_inf is None:
                 warn_user(
                     f"gradient norm is {self.total_norm}: step skipped, parameters and state are as before "
@@ -334,9 +346,9 @@ class Stepper:
         if self._rule.whole:
             slots.sort(key=lambda slot: slot.subgroup.runs[0].param)
         if self._store.blocks.exist:  # those of one block one after the other, also where groups share the block
-            slots.sort(key=lambda slot: slot.subgroup.block)
+            slots.sort(key=lambda slot: slot.subgroup.block)  # stable: whole parameters keep their order in it
         ordered = list(in_direction(slots, self._meter.steps))
-        if self._rule.whole or self._store.blocks.exist:
+        if self._rule.whole or self._store.blocks.exist:  # what is in buffers differs by rank, and splits blocks
             return ordered
         return self._store.durability.in_order_of_reading(ordered)
 
@@ -365,7 +377,7 @@ class Stepper:
         try:
             with store.pipeline.pausing(on_pause):
                 for position, slot in enumerate(record.order[:num_inside]):
-                    if slot in record.pending:
+                    if slot in record.pending:  # else it was updated before the step stopped
                         on_pause()
                         read_update_write(store, self._meter, record, record.order, position)
                 record.inputs.whole.finish()
@@ -376,11 +388,12 @@ class Stepper:
         if record.pending:
             self._leave_to_worker(record)
             return
+        # Counts before DONE: if this is cut short, `finish` sets them again. What is DONE cannot be finished.
         store.table.count_steps(record.inputs.counts)
         self._meter.count_step(record.number)
         record.become(StepPhase.DONE)
         store.be_whole()
-        let_read(store.table[index] for index in record.inputs.counts)
+        let_read(store.table[index] for index in record.inputs.counts)  # not earlier: a reader would find old weights
         store.blocks.advance()  # last: whatever stops it, the step is done
         self._meter.note_changed(record.changed_tiles)
         self._report_changed()
@@ -390,8 +403,9 @@ class Stepper:
         store = self._store
         # As updates inside the step do, each for itself: a graph from before it must not use either weights unnoticed.
         increment_version([store.table[index].leaf for index in record.inputs.grads])
-        record.keep_pending_only()
+        record.keep_pending_only()  # before the worker has the record, and drops gradients of it, too
         let_read(store.table[index] for index in record.inputs.counts if not record.concerns(index))
+        # Before the worker has the job: a reader could come between an update and this.
         let_wait((store.table[index] for index in record.inputs.counts if record.concerns(index)), is_behind=True)
         # Subgroups as the next step will probably go through them.
         following = forward_order(record.order, store.uses.ranks) if self.final.early.is_asked else list(record.order)
