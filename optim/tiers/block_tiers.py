@@ -76,7 +76,7 @@ class BlockTiers:
             if config.offload_gradients.device == "nvme":
                 self.grads = self._grad_tier(NvmeTier(config, paths=config.offload_gradients.nvme_path))
         except BaseException:
-            self.close()
+            self.close()  # where the second tier cannot be made, the first one leaves no swap file
             raise
         self._numbers: dict[GatherGroup, int] = {}
         self._param_places: dict[GatherGroup, list[TieredShard]] = {}
@@ -104,7 +104,7 @@ class BlockTiers:
             return
         if self.params is None and self._config.zero_optimization.offload_param.device == "cpu":
             self.params = self._param_tier(HostTier())
-            self._placed = {PARAMS: {}, **self._placed}
+            self._placed[PARAMS] = {}
         if self.grads is None and self._config.offload_gradients.device == "cpu":
             self.grads = self._grad_tier(HostTier())
             self._placed[GRADS] = {}
@@ -115,11 +115,8 @@ class BlockTiers:
         return self.params is not None or self.grads is not None
 
     def takes_turns(self, number: int) -> bool:
-        """Whether updates of a block's parameters need what a gather, or backward, may be using: one thread's work.
-
-        Gradients in host memory beside a device have one place for good. What comes there next is of a parameter that
-        was gathered, and so updated, before.
-        """
+        """Whether updates of a block's parameters need what a gather, or backward, may be using: one thread's work."""
+        # Gradients that stay in memory are in nobody's way: before the next ones come, a gather has had them used.
         return number in self._param_blocks or self._moving_grads(number) is not None
 
     def number_of(self, leaf: torch.Tensor) -> int:
@@ -134,6 +131,7 @@ class BlockTiers:
         if self._config.offload_gradients.device == "none":
             return False
         has_tier = self.grads is not None and self.grads.takes(leaf)
+        # If its block was laid out without it, its gradient stays: see `_warn_of_late`.
         return has_tier or self.number_of(leaf) not in self._grad_blocks
 
     def admit(self, trained: Iterable[torch.Tensor], frozen: Iterable[torch.Tensor]) -> Admission:
@@ -151,7 +149,7 @@ class BlockTiers:
         of_trained = _groups_of(trained)
         of_frozen = _groups_of([*frozen, *self.beside]) if self.params is not None else ()
         of_all = list(dict.fromkeys([*of_trained, *of_frozen]))
-        if not of_all and not self._numbers:
+        if not of_all and not self._numbers:  # the section asks for a tier on which nothing would ever be
             self._refuse()
         new = [group for group in of_all if group not in self._numbers]
         self._numbers.update({group: number for number, group in enumerate(new, start=len(self._numbers))})
@@ -201,6 +199,7 @@ class BlockTiers:
         `drop`. It raises ConfigError where FSDP2 gathers more blocks together than there may be staging buffers,
         OutOfSpaceError with the bytes needed and free.
         """
+        # With one tier alone, so that later plans leave it there.
         placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(admitted), tiers, strict=True)]
         for kind, before in self._placed.items():
             units = [unit for unit in placed if unit.kind == kind]
@@ -227,7 +226,7 @@ class BlockTiers:
         for number, group in enumerate(groups):
             if (layout := layout_of([parts.stored for parts in group.parts])) is not None:
                 tier = self.params.cache.tier if self.params is not None else None
-                assert isinstance(tier, NvmeTier)
+                assert isinstance(tier, NvmeTier)  # groups that stay in memory do not come here
                 found[number] = tier.extent_in_files(layout)
         return found
 
@@ -237,6 +236,7 @@ class BlockTiers:
 
     def drop(self, admitted: Admission) -> None:
         """Undo `admit`, `reserve` and a `take` that failed, as far as they came."""
+        # The latest first: the index of a block is its place in the cache.
         for group in reversed(admitted.grads):
             if self.grads is not None and (block := self._grad_blocks.pop(self._numbers[group], None)) is not None:
                 self.grads.drop([block])
@@ -246,7 +246,7 @@ class BlockTiers:
                 self.params.drop([block])
                 del self._param_places[group]
             self._placed[PARAMS].pop(group, None)
-        for group in admitted.numbered:
+        for group in admitted.numbered:  # last: blocks were found by their numbers
             del self._numbers[group]
 
     def take(self, admitted: Admission) -> None:
@@ -259,10 +259,10 @@ class BlockTiers:
             for group in admitted.params:
                 self._take_params(group)
         except BaseException:
-            for parts, stored in before:
+            for parts, stored in before:  # of all groups: `drop` takes the blocks of those that were written, too
                 parts.store_in(stored)
             raise
-        if self.grads is not None:
+        if self.grads is not None:  # last: from here on gradients come, and `drop` takes no hook back
             found = (self._grad_blocks.get(self._numbers[group]) for group in admitted.grads)
             self.grads.take([block for block in found if block is not None])
 
@@ -270,11 +270,11 @@ class BlockTiers:
         all_parts = group.parts
         if self.params is not None and group in self._param_places:
             places = self._param_places[group]
-            self.params.put(places, [parts.stored for parts in all_parts])
+            self.params.put(places, [parts.stored for parts in all_parts])  # before a gather looks there
             for parts, place in zip(all_parts, places, strict=True):
                 parts.store_in(place)
         for parts in all_parts:
-            if isinstance(parts.stored, UnbornShard):
+            if isinstance(parts.stored, UnbornShard):  # of a model on meta, and its block stays in memory
                 form = parts.stored.form
                 parts.store_in(ResidentShard(torch.zeros(form.shape, dtype=form.dtype, device="cpu")))
 
@@ -287,7 +287,8 @@ class BlockTiers:
         """
         if self.grads is not None:
             due = (self._moving_grads(subgroup.block) for subgroup in behind)
-            self.grads.begin_step([block for block in due if block is not None])
+            self.grads.begin_step([block for block in due if block is not None])  # `zero_grad` leaves these
+        # Whoever gathers parameters of `behind` reads them: that use is learnt, and not announced.
         for cache, blocks in self._caches():
             cache.order.begin_step(_indices([*inside, *(behind if cache.kind == GRADS else ())], blocks))
 
@@ -308,7 +309,7 @@ class BlockTiers:
 
     def park(self) -> None:
         """Give the memory of staging buffers back until a block is used."""
-        self.keep_gathered(False)
+        self.keep_gathered(False)  # or the cache refuses: somebody holds a block
         for cache, _ in self._caches():
             cache.park()
 
@@ -343,17 +344,18 @@ class BlockTiers:
         number = subgroup.block
         with ExitStack() as held:
             if self.grads is not None and (block := self._moving_grads(number)) is not None:
-                if in_order:
+                if in_order:  # noted before it is held: with the hold begins the read of what comes next
                     self.grads.cache.order.note_in_step(block.index)
-                    if not self.grads.cache.order.is_next_in_step(block.index):
+                    if not self.grads.cache.order.is_next_in_step(block.index):  # its last subgroup
                         self.grads.end_use(block)
+                # None is there if they came late, see `_warn_of_late`, or not at all: then nothing is read.
                 if any(isinstance(grads.get(run.param), PartitionStandIn) for run in subgroup.runs):
                     held.enter_context(self.grads.cache.holding(block, in_order=in_order))
             if self.params is not None and (stored := self._param_blocks.get(number)) is not None:
-                if not (stored.stays or is_gathered):
+                if not (stored.stays or is_gathered):  # the gather has noted its use
                     self.params.cache.order.note_in_step(stored.index)
                 held.enter_context(self.params.holding(stored, lambda: None, change=True, in_order=not is_gathered))
-            return held.pop_all()
+            return held.pop_all()  # what fails before this lets go of all that is held
 
     @property
     def engine_stats(self) -> list[EngineStats]:
@@ -383,7 +385,7 @@ class BlockTiers:
     def synchronize(self) -> None:
         """Wait for what is being read and written. A write that failed is tried again by the next call."""
         if self.grads is not None:
-            self.grads.flush()
+            self.grads.flush()  # first: blocks that are open for gradients have no write to wait for
         for cache, _ in self._caches():
             cache.synchronize()
             cache.advance()
@@ -424,6 +426,7 @@ class BlockTiers:
         """Return the groups whose blocks of a kind are on NVMe, then those whose are kept in memory beside a device."""
         groups = admitted.groups_of(kind)
         moving = [group for group in groups if self._placed[kind][group].tiers == ("nvme",)]
+        # On the CPU what stays in memory needs no block: it is where it was.
         return [(moving, False), ([group for group in groups if group not in moving and is_device(group.device)], True)]
 
     def _refuse(self) -> None:
