@@ -3,7 +3,13 @@
 So a block is gathered twice in a step, once for the forwards and once for the backwards of all micro-batches, however
 many they are. A model need not be a stack: what is between its blocks is its own code. Each forward runs in a thread
 of its own and asks for each block that it calls (`Runner`); of all threads and the caller's one runs at any time, and
-blocks are computed in the caller's.
+blocks are computed in the caller's. Two micro-batches, three blocks A, B, C, and before them E, which is in no block::
+
+    gathered         E     A     B     C                            C       B       A       E
+    micro-batch 0    E     A     B     C  loss  tail                C*      B*      A*      E*
+    micro-batch 1       E     A     B     C           loss |  tail     C*      B*      A*      E*
+
+A star stands for backward, for which a block is computed again. At the bar `forward` has returned.
 
 1. **Forward.** Block after block, each computed for micro-batch 0, 1, ... Of it stay its inputs, and no graph.
 2. **Tail.** When a micro-batch's forward is at its end, backward goes from its loss to what the last block gave. So the
@@ -74,14 +80,14 @@ class BlockByBlock:
         self._once = Once()
         self.has_looked = False
         """Whether a step has shown that the blocks are functions of their arguments."""
-        for block in blocks:
+        for block in blocks:  # not an attribute of the block: Python takes `__call__` from the class
             block.__class__ = _asking(type(block))  # type: ignore[arg-type]  # a class is hashable
 
     def forward(
         self, loss_of: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], begin_backward: BeginBackward
     ) -> None:
         """Run all forwards, and for all but the last micro-batch backward through its tail."""
-        self.stop()
+        self.stop()  # threads of a step that an exception ended may still wait
         self._begin_backward = begin_backward
         self._forwards = [_Forward(self._names, self._keeper) for _ in micro_batches]
         self._runners = [
@@ -97,6 +103,7 @@ class BlockByBlock:
                 # Nobody asked for the first turn.
                 answer = self._computed(forward.calls[-1], forward) if block is not None else lambda: None
                 record, left = asides[number]
+                # Before it goes on: what differs now was changed by another micro-batch.
                 found = _state_of(self._around) if block is not None and len(asides) > 1 else left
                 self._turns.take_up(record)
                 calls.append(self._runners[number].advance(answer))
@@ -106,7 +113,7 @@ class BlockByBlock:
                 asides[number] = self._turns.put_aside(), _state_of(self._around)
                 if calls[-1] is not None:
                     forward.calls.append(calls[-1])
-                elif number < len(self._forwards) - 1:
+                elif number < len(self._forwards) - 1:  # the last one makes gradients final: `backward` checks first
                     self._go_through_tail(forward)
             if block is not None:
                 self._turns.end_pass(self._parts[block], reduces=False)
@@ -120,18 +127,20 @@ class BlockByBlock:
     def backward(self, catch_up: Callable[[], None]) -> list[torch.Tensor]:
         """Run backward through the last micro-batch's tail and all blocks; return the losses, without their graphs."""
         for call in (call for forward in self._forwards for call in forward.calls):
-            call.check_arguments()
+            call.check_arguments()  # of all calls, before the first gradient is final: nothing is lost yet
         self._go_through_tail(self._forwards[-1])
         self._turns.free(self._turns.units, after_forward=False)
-        catch_up()
+        catch_up()  # here and below, because no backward is under way
         for at in reversed(range(len(self._forwards[0].calls))):
             block = self._forwards[0].calls[at].block
+            # What the block before takes is read while this one computes; the first block has none before it.
             following = [forward.calls[number] for number in (at, at - 1)[: at + 1] for forward in self._forwards]
             self._keeper.announce(kept for call in following for kept in call.kept())
             for forward in self._forwards:
                 is_last = forward is self._forwards[-1]
                 self._begin_backward(None, is_last)
                 call = forward.calls.pop()
+                # The next block comes while the last micro-batch computes, unless no backward would ask for it.
                 if is_last and at and forward.calls[-1].is_trained and isinstance(forward.calls[-1].block, FSDPModule):
                     forward.calls[-1].block.unshard(async_op=True)
                 if call.is_trained:
@@ -145,7 +154,7 @@ class BlockByBlock:
                     self._begin_backward(None, forward is self._forwards[-1])
                     self._go_through(forward, ends, at)
             self._turns.free(self._turns.units, after_forward=False)
-        self._turns.end()
+        self._turns.end()  # reduces what is left, so that it is final
         catch_up()
         losses = [forward.loss for forward in self._forwards]
         self._forwards, self._runners, self.has_looked = [], [], True
@@ -153,11 +162,12 @@ class BlockByBlock:
 
     def stop(self, error: BaseException | None = None) -> None:
         """Leave nothing of what an exception ended: no thread, nothing kept. Other ranks hear of it. Idempotent."""
-        with DeferredInterrupt():
+        with DeferredInterrupt():  # or Ctrl-C leaves threads that wait for their turn
             for runner in self._runners:
                 runner.stop()
             self._forwards, self._runners = [], []
             self._turns.stop()
+        # Past that: it waits for other ranks, which Ctrl-C must be able to end.
         if isinstance(error, BlockOrderError) and not isinstance(error.__cause__, PeerError):  # heard from another
             self._turns.refuse(str(error))
 
@@ -174,7 +184,7 @@ class BlockByBlock:
         try:
             output = call.forward(self._keeper, looks=not self.has_looked)
         except Exception as error:
-            return partial(_raise, error)
+            return partial(_raise, error)  # in the forward's thread, where the model may catch it
         forward.note_outputs(call, output)
         return lambda: output
 
@@ -200,6 +210,7 @@ class BlockByBlock:
         given = (ref() for each in self._forwards for call in each.calls for ref in call.arguments.stand_ins)
         inside = (scalar for block in self._parts for scalar in scalars_of(block))
         outside = {id(scalar) for scalar in scalars_of(self._root)}
+        # It refuses before this backward has added to any gradient.
         forward.find_last_uses({id(leaf) for leaf in (*out_of_order, *given, *inside)}, outside)
         forward.loss = forward.loss.detach()
         self._go_through(forward, [Arriving(self._keeper, loss)], len(forward.calls))
@@ -207,13 +218,16 @@ class BlockByBlock:
     def _go_through(self, forward: _Forward, ends: Sequence[Arriving], at: int) -> None:
         """Go backward from `ends` through the code before call number `at`, with what is gathered in no block."""
         turns, modules = self._turns, [*self._turns.units, self._root]
+        # What this micro-batch gave so far takes the place of the sums of earlier ones: the loop, too, adds to these
+        # only what one micro-batch gave in all.
         earlier = turns.exchange([(record, kept.take()) for record, kept in forward.gradients])
         is_loss = at == len(forward.calls)
-        found = [(end.tensor, grad) for end in ends if (grad := end.take()) is not None or is_loss]
+        found = [(end.tensor, grad) for end in ends if (grad := end.take()) is not None or is_loss]  # a loss has none
         with torch.autocast(self._device.type, enabled=False):
             torch.autograd.backward([one for one, _ in found if one is not None], [grad for _, grad in found])
         last = {module: forward.last_use(param for _, param in turns.gathered(module)) for module in modules}
         unfinished = [pair for module in modules if last[module] < at for pair in turns.gathered(module)]
+        # Backward comes to these once more: FSDP2 would reduce a part of the gradient.
         partial_sums = [(record, param.grad) for record, param in unfinished if param.grad is not None]
         turns.exchange([(record, None) for record, _ in partial_sums])
         forward.gradients = [(record, self._keeper.keep(grad)) for record, grad in partial_sums]
@@ -284,7 +298,7 @@ class _Forward:
         one of these scalars from two places.
         """
         parts: dict[int, list[torch.Tensor]] = {len(self.calls): [self.loss]}
-        for end in sorted(self.ends, key=lambda end: -end.at):
+        for end in sorted(self.ends, key=lambda end: -end.at):  # as backward does: what is noted last is the last use
             assert end.arriving.tensor is not None
             parts.setdefault(end.at, []).append(end.arriving.tensor)
         self._end = min(parts)
@@ -317,7 +331,7 @@ class _Forward:
 
     def _source_of(self, tensor: torch.Tensor) -> Arriving:
         known, arriving = self._outputs.get(id(tensor), (None, None))
-        if known is not None and arriving is not None and known() is tensor:
+        if known is not None and arriving is not None and known() is tensor:  # the id may be another one's by now
             return arriving
         for end in self.ends:
             if end.arriving.tensor is tensor:
@@ -339,7 +353,7 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
         try:
             return kind.__call__(module, *args, **kwargs)
         finally:
-            _thread.free(module)
+            _thread.free(module)  # while turns are taken FSDP2 does not
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
@@ -349,6 +363,7 @@ def _state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[int, 
     found = {}
     for path, module in modules:
         for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            # A list of hooks says nothing: a forward may make them anew.
             are_hooks = isinstance(value, list) and value and all(isinstance(one, RemovableHandle) for one in value)
             if name not in _OF_TORCH and isinstance(value, torch.Tensor | list | dict | set) and not are_hooks:
                 seen = version_of(value) if isinstance(value, torch.Tensor) else len(value)
