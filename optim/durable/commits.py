@@ -1,9 +1,18 @@
 """Commit an optimizer's state: each step is made to last while the next forward computes.
 
-What belongs to a step is encoded when it ends. Its last writes may then still be under way, and where updates are done
-behind the step they may not even have begun. When the updates are done, a thread waits for the writes, has the drive
-keep them, and writes the manifest. Nothing of the next step is written before that (`optim.durable.latest`). Here is
-what all ranks do together.
+One subgroup in three steps, with ``rewrite_every`` 2. Its chain is a base and the entries behind it; the tail has the
+parameters as they were with the base. The last column is the newest manifest, and the `CommitState` that follows::
+
+    step  done by            turn  tail  chain  manifest
+    1     updates            1     1     1      -  SETTLED    the worker may still do them when the step has ended
+    1     `end_step`         1     1     1      -  PENDING    what belongs to the step is encoded, as it is now
+    1     `begin_pending`    1     1     1      -  UNDER_WAY  updates are done; a thread waits for their writes
+    1     `wait`             1     1     1      1  LASTING    the thread had the drive keep them, then the manifest
+    2     `settle`           1     1     1      1  SETTLED    on all ranks, or on none: from here on each may write
+    2     updates            2     1     1 + 2  1  SETTLED    entry 2 is written; base 1 is what manifest 1 refers to
+    2     as in step 1       2     1     1 + 2  2  LASTING
+    3     `settle`, updates  3     3     3      2  SETTLED    base 3 goes elsewhere: manifest 2 refers to 1 + 2
+    3     as in step 1       3     3     3      3  LASTING    base 1 and entry 2 may be written over in turn 4
 """
 
 import hashlib
@@ -151,7 +160,7 @@ class Commits:
                 self._say_failed(error)
         except BaseException as error:
             self.durable.latest.fail(error)
-            self._said = _cause_of(error)
+            self._said = _cause_of(error)  # it is raised: no warning says it once more
             error.add_note(f"Step {step} is complete, and is not committed: a later commit has what it changed.")
             raise
         self.begin_pending()
@@ -177,12 +186,12 @@ class Commits:
         failure = str(latest.failure)
         latest.settle()
         ranks = self.ranks()
-        if ranks.several and not ranks.all(lasts):
+        if ranks.several and not ranks.all(lasts):  # a number each step; names only if one has failed
             of_ranks = ranks.gather((f"{this_rank()}: {failure}", lasts)).values()
             failed = [said for said, lasted in of_ranks if not lasted]
             if state is CommitState.LASTING:
                 elsewhere = StateError("another rank", "a commit that lasts", f"one that failed on {'; '.join(failed)}")
-                latest.take_back(elsewhere)
+                latest.take_back(elsewhere)  # or a restart finds a step here that another rank lacks
                 self._say_failed(elsewhere)
             return False
         if state is CommitState.LASTING and self._said is not None:
@@ -197,6 +206,7 @@ class Commits:
             store.end_updates()
             with store.worker.kept_away():  # in the midst of a shift a step may be done, and the state not yet whole
                 self.begin_pending()
+                # If it is PENDING now, nobody would ever begin it.
                 latest.give_up("updates that an error has stopped")
         return latest.wait()
 
@@ -208,9 +218,9 @@ class Commits:
         """
         latest = self.durable.latest
         self.step = self.step if step is None else step
-        self._check_between_steps()
+        self._check_between_steps()  # on all ranks: none waits below for one that is refused here
         with self.store.at_rest(), torch.no_grad():
-            self.settle()
+            self.settle()  # first: what follows writes
             self.tick += 1
             self.ranks().together(partial(self._rewrite_and_take, groups, engine or {}))
             self.begin_pending()
@@ -247,13 +257,13 @@ class Commits:
         with store.at_rest():
             changed = not self.settle() or not self.run.committed or bool(self.run.extents.uncommitted)
             changed = changed or any(self.durable.seal.is_changed(slot) for slot in store.slots)
-            if not self.ranks().all(not changed):
+            if not self.ranks().all(not changed):  # `commit` needs all ranks, also those without a change
                 self.commit(groups, engine, step)
             held: list[Manifest] = []
             try:
                 self.ranks().together(lambda: held.append(self.run.pin_newest()))
             except OSError:
-                if held:
+                if held:  # another rank found no room
                     self.run.unpin_newest()
                 raise
             return held[0]
@@ -274,7 +284,7 @@ class Commits:
         """Give up what `pin` kept."""
         self._background = None
         with self.store.at_rest():
-            self.durable.latest.wait()
+            self.durable.latest.wait()  # the committer's thread uses extents and manifests, too
             self.run.unpin_newest()
 
     def remove_snapshot(self, name: str) -> None:
@@ -316,7 +326,7 @@ class Commits:
         self.tick = max(tick for _, _, tick, _, _ in known.values())
         self.begin_history(drawn for _, _, _, drawn, _ in known.values())
         hosts = {str(rank): host for rank, (*_, host) in known.items()}
-        uuid = min(known.values())[1]
+        uuid = min(known.values())[1]  # that of a rank whose run is there, if one is: False is the least
         self._agreed = self._agreed._replace(num_params=self._num_placed, uuid=uuid, hosts=hosts)
 
     def _own_uuid(self) -> tuple[bool, str, int, str, str]:
@@ -381,7 +391,7 @@ class Commits:
                     store.pipeline.acquire(unborn, position)
                     store.pipeline.will_change(slot)
                     store.pipeline.release(slot)
-        if self.run.extents.suspects:
+        if self.run.extents.suspects:  # a sync failed: the drive may have lost what was written before it
             with store.at_rest():
                 for index in sorted(self.run.extents.suspects):
                     with HeldState(store.pipeline, store.slots[index]):
@@ -395,7 +405,7 @@ class Commits:
         self._take(groups, engine)
 
     def _take(self, groups: Groups, engine: Mapping[str, Any]) -> None:
-        behind = self.store.record
+        behind = self.store.record  # the commit begins when its updates are done, and counts them
         counts = behind.inputs.counts if behind is not None else {}
         content = Content.taken(self.step, self.tick, self.store.table, counts, groups, self.client_state, engine)
         said = f"{self._agreed.history} {self.tick}".encode()
@@ -407,7 +417,7 @@ class Commits:
         """Have masters start from parameters that somebody changed, as the next update would, and write them."""
         store = self.store
         with HeldState(store.pipeline, slot) as memory:
-            if slot.subgroup.form is MasterForm.ITSELF:
+            if slot.subgroup.form is MasterForm.ITSELF:  # the tail is the parameter: it is written as it is
                 return
             for run in slot.subgroup.runs:
                 master = read_master(run, slot, memory, store.table, store.kernels)
