@@ -101,7 +101,7 @@ class StateStore(StepState):
             )
             self.blocks: BlockTiers = BlockTiers(config, kernels, locks)
             super().__init__(owner, table, kernels, pipeline, self.blocks, mirror)
-            if durability.run_found is not None:
+            if durability.run_found is not None:  # until it is resumed, what is in memory is not its state
                 self.enter(UnresumedRun(owner, durability.run_found))
         except BaseException:
             durability.close()
@@ -123,7 +123,7 @@ class StateStore(StepState):
 
     def begin_load(self) -> None:
         """Begin a load, which gives up a run that was found. ResumeError: that run is of another model."""
-        self.durability.begin_load(slot.subgroup for slot in self.slots)
+        self.durability.begin_load(slot.subgroup for slot in self.slots)  # first: a refusal leaves all as it was
         self.table.marks.forget()
         self.note_half_written()
 
@@ -145,7 +145,7 @@ class StateStore(StepState):
             self.blocks.take(admitted)
             self.table.note_placed(missing, True)
         except BaseException:
-            self.table.note_placed(missing, False)
+            self.table.note_placed(missing, False)  # the error may have come after some were noted
             self._give_up(slots)
             self.blocks.drop(admitted)
             raise
@@ -156,26 +156,22 @@ class StateStore(StepState):
         self._tidy_up()
 
     def foresee(self) -> None:
-        """Check that the state of all that requires a gradient finds a place, without giving it one yet.
-
-        Shards in parts get theirs at once: part of their weights goes there, and nobody shards them again. Of plain
-        parameters in a process group nobody knows yet what this rank will have; it is asked for the least, and what
-        has no place is let go, so that those who shard the model can free it.
-        """
+        """Check that the state of all that requires a gradient finds a place; only shards in parts get theirs now."""
         self._fix_budget()
         if self._placement.scarcity:
             warn_user(self._placement.scarcity, ConfigWarning)
         may_be_sharded = dist.is_initialized() and not any(isinstance(leaf, DTensor) for leaf in self.table.leaves)
+        # Part of the weights of shards in parts goes to that place, and nobody shards them again.
         if any(split_shard(leaf) is not None for leaf in self.table.leaves) or (
             self.blocks.exist and not may_be_sharded
         ):
             self.place_trainable()
             return
         subgroups = self._cut([record for record in self._trainable if not record.is_placed], [])
-        if may_be_sharded:
+        if may_be_sharded:  # nobody knows what this rank will have: it is asked for the least that it may be
             share = sum(self.durability.space_of(subgroups)) // dist.get_world_size()
             self._check_room([max(share - (self._placement.host_budget or 0), 0)])
-            self.table.drop(0)
+            self.table.drop(0)  # or whoever shards the model could not free what it replaces
             return
         self.plan = self._plan(subgroups, [])
         tiers = self.plan.tiers[len(self.plan.tiers) - len(subgroups) :]
@@ -256,7 +252,7 @@ class StateStore(StepState):
     def _give_up(self, slots: Sequence[SlotRecord]) -> None:
         """Undo `_place` and `_write_rests`, as far as they came."""
         for slot in slots:
-            self.pipeline.forget(slot)
+            self.pipeline.forget(slot)  # first: nothing is written any more where the space is free
         if self.durability.takes_all:
             self.durability.drop(len(self.slots))
             return
@@ -300,7 +296,7 @@ class StateStore(StepState):
             self.mirror.park()
             every = (parts_of(leaf) for leaf in (*self.table.leaves, *self.blocks.beside))
             shards = [parts.stored for parts in every if parts is not None and isinstance(parts.stored, ResidentShard)]
-            away, state_away = self._away
+            away, state_away = self._away  # after what was written above, some of it from a device
             away.leave([shard.leaving(away.come_back) for shard in shards])
             state_away.leave(self._beside_parameters)
             tile_weights.cache_clear()  # which a device keeps for updates
@@ -319,7 +315,7 @@ class StateStore(StepState):
 
     def wake(self) -> None:
         """Take back what `park` gave; who uses any of it does it, too."""
-        with self.at_rest():
+        with self.at_rest():  # which brings back what has left a device
             self.pipeline.wake()
             self.blocks.wake()
             self.mirror.wake()
@@ -333,7 +329,7 @@ class StateStore(StepState):
             return
         self.end_begun()
         self.end_updates()  # parameters stay, and stay as the latest step has them
-        self.worker.stop()
+        self.worker.stop()  # before what its shifts work with is closed
         self.is_closed = True  # and each part once more does no harm: an interrupted close can be repeated
         self.mirror.close()
         self._away = self._away[0], Away()  # nobody needs the state any more
@@ -341,7 +337,7 @@ class StateStore(StepState):
         for tier in self._tiers.values():
             tier.close()
         self.durability.close()
-        self.pipeline.close()
+        self.pipeline.close()  # after the tiers, which end the transfers in its buffers
         self.kernels.end_workers()
         self.slots.clear()
         if not self.is_whole:
@@ -362,7 +358,7 @@ class StateStore(StepState):
             self.pipeline.acquire(order, position)
             self.pipeline.will_change(slot)
             self.pipeline.release(slot)
-        self.pipeline.synchronize()
+        self.pipeline.synchronize()  # a write that fails says so while the placement can be undone
 
     def _cut(self, records: Sequence[ParamRecord], blocks: Sequence[Unit]) -> list[Subgroup]:
         places = [
