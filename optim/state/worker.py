@@ -88,7 +88,7 @@ class Worker:
     def wake(self) -> None:
         """Have the worker look whether there is something to do. From any thread."""
         started = self._started
-        with started.lock:
+        with started.lock:  # or several who wake it at once start a thread each
             if not (started.threads and started.threads[-1].is_alive()) and not started.end.is_set:
                 self._start()
         self.bell.ring()
@@ -99,6 +99,7 @@ class Worker:
             self._finalizer = finalize(self, _end, self._started)
         arguments, name = (weakref.ref(self), self._started, self._device()), "nvme_offload: updates"
         self._started.threads.append(threading.Thread(target=_work, args=arguments, name=name, daemon=True))
+        # In the list before it begins: whoever ends the worker meanwhile waits for it.
         start(self._started.threads[-1])
 
     def wait_until(self, condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -115,7 +116,7 @@ class Worker:
         told: SimpleQueue[None] = SimpleQueue()
         waiting = (condition, told)
         try:
-            self._waiting.append(waiting)
+            self._waiting.append(waiting)  # before the shift that looks for who waits
             self.wake()
             with self._counted():
                 while not condition():
@@ -125,13 +126,13 @@ class Worker:
                     except Empty:
                         self.wake()  # not after every shift: it would have nothing to do, and tell of that shift, too
         finally:
-            if waiting in self._waiting:
+            if waiting in self._waiting:  # a signal may have come before it was there
                 self._waiting.remove(waiting)
             self.wait_seconds += time.monotonic() - start
 
     def kept_away(self) -> AbstractContextManager[object]:
         """Let no shift begin during a ``with`` block, which begins after the shift that is under way. Re-entrant."""
-        self._gives_way = True
+        self._gives_way = True  # before it waits for the lock: the next shift looks
         return self.lock
 
     def take_on(self, job: WorkerJob) -> None:
@@ -157,7 +158,7 @@ class Worker:
         _end(self._started)  # not through the finalizer, which forgets before it calls
         if self._finalizer is not None:
             self._finalizer.detach()
-        self.bell.close()
+        self.bell.close()  # last: the thread waits for it
 
     @property
     def is_idle(self) -> bool:
@@ -182,10 +183,8 @@ class Worker:
                 return False
 
     def shift(self) -> bool:
-        """Do one shift of the job; return whether another can follow at once.
-
-        Locks of Python's are not fair: without a pause this thread has the lock again before who waits for it is awake.
-        """
+        """Do one shift of the job; return whether another can follow at once."""
+        # Locks of Python's are not fair: without a pause this thread has it again before who waits for it is awake.
         if self._gives_way:
             self._gives_way = False
             time.sleep(_GIVE_WAY_SECONDS)
@@ -196,13 +195,13 @@ class Worker:
             try:
                 more = job.shift()
                 is_over = job.is_done
-            except BaseException as error:
+            except BaseException as error:  # whatever it is: raised here it would end the thread, and nobody hears it
                 self.failure = error  # first: who waits for the job looks for it then
                 job.give_up(error)
                 more, is_over = False, True
-            if is_over and self.job is job:
+            if is_over and self.job is job:  # a step that begins in backward gives it another without the lock
                 self.job = None
-        for condition, told in tuple(self._waiting):
+        for condition, told in tuple(self._waiting):  # without the lock: whoever is woken may take it
             if told.empty() and condition():
                 told.put(None)
         return more
@@ -239,8 +238,9 @@ def _work(of: weakref.ref[Worker], started: _Started, device: torch.device) -> N
 
 
 def _end(started: _Started) -> None:
-    started.end.set()
+    started.end.set()  # before the bell: whoever it wakes looks
     started.bell.ring()
+    # A forked child has no thread to wait for. The thread itself comes here if it had the last reference to the worker.
     if os.getpid() != started.pid or threading.current_thread() in started.threads:
         return
     with started.at_work:  # Thread.join that was interrupted takes the thread for one that has ended
