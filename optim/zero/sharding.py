@@ -81,7 +81,7 @@ def shard_with_precision(
     casts.guard_autocast(model, plan)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _torch_private.refuse_conversion(module, parts.CONVERTED)
+            _torch_private.refuse_conversion(module, parts.CONVERTED)  # hooks of gradients would be lost
     refuse_what_needs_whole_weights(model)
 
 
@@ -138,7 +138,7 @@ def shard_model(
     grouping, scalars = _Grouping(model, blocks, plan), scalars_of(model)
     for modules, policy in grouping.groups:
         for module in modules:
-            if type(module) is nn.Linear and module not in grouping.units:
+            if type(module) is nn.Linear and module not in grouping.units:  # FSDP2 warns if its output is changed
                 casts.return_no_views(module)
         together = modules if len(modules) > 1 else modules[0]
         # FSDP2 gathers a list again for backward when the gradient of the last module's output comes, which need not
@@ -148,20 +148,21 @@ def shard_model(
         fully_shard(together, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     if hasattr(model, "generate"):  # that of a model with encoder and decoder calls the encoder before the model
         register_fsdp_forward_method(model, "generate")
-    train_through_any_output(model)
-    _torch_private.reduce_every_call(model)
+    train_through_any_output(model)  # FSDP2 looks into few kinds of objects for the tensors of an output
+    _torch_private.reduce_every_call(model)  # a checkpoint's second call would leave its gradients to the next step
     _gather_in_own_dtypes(model, plan)
-    if mesh.size() == 1:
+    if mesh.size() == 1:  # FSDP2 would copy each shard once, and each gradient four times
         for module in model.modules():
             _fsdp_passes.compute_on_shards(module)
     else:
         on_host = host_groups(mesh)
+        # With an expert idle on one rank, ranks would add up gradients of different parameters, or wait for ever.
         _fsdp_passes.reduce_alike(model, partial(_of_any_rank, on_host))
-        if scalars:
+        if scalars:  # FSDP2 was told to ignore them
             _fsdp_passes.after_each_backward(model, ScalarGradients(scalars, mesh.get_all_groups(), on_host).reduce)
         if is_host(torch.device(mesh.device_type)):
             gather_in_kept_memory(model)
-    for module in model.modules():
+    for module in model.modules():  # last: it wraps what `compute_on_shards` replaces
         _fsdp_passes.gather_outside_inference_mode(module)
     return model
 
@@ -172,10 +173,11 @@ def _of_any_rank(
     """Return what some rank has a gradient of; raise where another refuses, or comes to another module. Collective."""
     latest, first, *of_any = largest([number, -number, *has], *groups)
     if latest == 2 * len(names):
+        # Some rank cannot take turns: see `TakingTurns.refuse`. It raises an error of its own, which says more.
         rank, said = next(found for found in gather(refusal, *groups).items() if found[1])
         if not refusal:
             raise BlockOrderError(f"on rank {rank} {said}") from PeerError(f"rank {rank} cannot take turns")
-    elif latest != -first:
+    elif latest != -first:  # the least number: the reduction takes the largest alone
         both = f"those of {names[-first % len(names)]!r} on one, of {names[latest % len(names)]!r} on another"
         remedy = "add 0.0 * output.sum() to a loss that leaves a block out"
         raise StateError("a pass", "tensors of the same blocks on all ranks", f"{both}: {remedy}")
@@ -187,6 +189,7 @@ def _gather_in_own_dtypes(model: nn.Module, plan: PrecisionPlan) -> None:
     names = {param: name for name, param in model.named_parameters()}
     done: set[int] = set()
     for module in model.modules():
+        # Modules that are gathered together have the same records.
         records = [record for record in _torch_private.fsdp_params(module) if id(record) not in done]
         done.update(map(id, records))
         policies = {id(record): plan.policy_of(names[record.sharded_param]) for record in records}
@@ -222,6 +225,7 @@ def _reduce_where_accumulation_asks(model: nn.Module, plan: PrecisionPlan) -> No
         for module in model.modules() if recurse else (model,):
             if isinstance(module, FSDPModule):
                 wanted = requires_gradient_sync or module in never_wait
+                # Of the class: that of the model is this function.
                 type(module).set_requires_gradient_sync(module, wanted, recurse=False)
 
     def set_manual_backward_finalization(enabled: bool) -> None:
