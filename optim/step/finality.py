@@ -73,17 +73,17 @@ class Finality:
         """Know what backward comes next."""
         self.backward = backward
         if self.early.is_asked:
-            self._store.blocks.keep_gathered(backward.by_turns)
+            self._store.blocks.keep_gathered(backward.by_turns)  # `catch_up` updates them where they were gathered
 
     def catch_up(self) -> None:
         """Update what is final in `StepJob.take_turn`. No backward is under way."""
         if not self.early.is_asked:
             return
-        self._hand_in_held()
+        self._hand_in_held()  # first: with backward over, nothing is added to the last unit either
         worker = self._store.worker
         while self.early.begun is not None and worker.take_turn():
             pass
-        worker.raise_failure()
+        worker.raise_failure()  # a turn keeps its error and says that there was none
 
     def watch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Look at the gradients of all parameters of these groups when they arrive."""
@@ -92,7 +92,7 @@ class Finality:
         self.early.take(groups)
         for param in (param for group in groups for param in group["params"]):
             record = self._store.table.of(param)
-            if record.index not in self._hooked and param.requires_grad:
+            if record.index not in self._hooked and param.requires_grad:  # one hook each, however often groups change
                 self._hooked.add(record.index)
                 param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
 
@@ -117,7 +117,7 @@ class Finality:
         store = self._store
         record, parts = store.table.of(leaf), parts_of(leaf)
         whole = None if leaf.grad is None else self._added_up_in(record.index, local_tensor(leaf.grad))
-        if whole is not self._held.whole:
+        if whole is not self._held.whole:  # another unit: nothing is added to the one before any more
             self._hand_in_held()
         begun = self.early.begun
         if begun is not None and record.index in begun.claims.final:
@@ -125,14 +125,14 @@ class Finality:
             return
         may_begin = self.backward.is_last and self.early.begins_next and not self.must_agree
         may_begin = may_begin and self._may_begin(record)
-        if store.is_closed or not may_begin:
+        if store.is_closed or not may_begin:  # the hook outlives a close
             return
         # FSDP2 knows of its own units whether backward adds to what has arrived; DDP may still reduce a plain gradient.
         if dist.is_initialized() if parts is None else num_backwards_left(parts.owner):
             return
         if whole is None:
             self.early.hand_in(record, leaf, self._may_begin)
-        else:
+        else:  # not yet: what adds to the next one of its unit would look like a change of this one
             self._held = self._held if self._held.whole is whole else _HeldBack(whole)
             self._held.records[leaf] = record
 
@@ -145,17 +145,18 @@ class Finality:
         if isinstance(local, PartitionStandIn):
             return None
         is_old, self._places[index] = self._places.get(index) == local.data_ptr(), local.data_ptr()
-        return base_of(local) if is_old else None
+        return base_of(local) if is_old else None  # new ones come whole, all at once
 
     def _may_begin(self, record: ParamRecord) -> bool:
         blocks = self._store.blocks
+        # In the midst of a backward nobody takes the turn that some blocks need; block by block `catch_up` does.
         is_own = self.backward.by_turns or not blocks.takes_turns(blocks.number_of(record.leaf))
         return is_own and self._schedules.of(record.index).begins_in_backward
 
     def _hand_in_held(self) -> None:
         """Hand in the gradients of a unit once the next unit has one. Those of the last unit are left to the step."""
         held = self._held
-        self._held = _HeldBack()
+        self._held = _HeldBack()  # first: after an error none is handed in twice
         for leaf, record in held.records.items():
             self.early.hand_in(record, leaf, self._may_begin)
 
