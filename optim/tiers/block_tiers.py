@@ -141,7 +141,7 @@ class BlockTiers:
         parameter tier, too. It raises ConfigError if there is nothing to put on a tier.
         """
         trained = list(trained)
-        self._take_from_device(trained)
+        self._take_from_device(trained)  # not in the constructor: parameters say whether there is a device
         if not self.exist:
             return Admission()
         trained = [leaf for leaf in trained if parts_of(leaf) is not None]
@@ -179,7 +179,7 @@ class BlockTiers:
         units = []
         for cache, _ in self._caches():
             new = [(self._unit(cache, group), group.forms) for group in admitted.groups_of(cache.kind)]
-            left = self._may_stay if cache.kind == PARAMS else 0
+            left = self._may_stay if cache.kind == PARAMS else 0  # `max_in_cpu` is about parameters alone
             blocks = [*self._placed[cache.kind].values(), *keep_first(left, new)]
             staging = staging_unit(self._config, cache.kind, blocks, cache.most_buffers, cache.buffer_bytes)
             units += [staging, *blocks]
@@ -201,7 +201,7 @@ class BlockTiers:
         """
         # With one tier alone, so that later plans leave it there.
         placed = [replace(unit, tiers=(tier,)) for unit, tier in zip(self.units(admitted), tiers, strict=True)]
-        for kind, before in self._placed.items():
+        for kind, before in self._placed.items():  # before any block is made: `_divided` goes by it
             units = [unit for unit in placed if unit.kind == kind]
             self._placed[kind] = dict(zip([*before, *admitted.groups_of(kind)], units, strict=True))
         if self.params is not None:
@@ -294,7 +294,7 @@ class BlockTiers:
 
     def end_step(self, inside: Sequence[Subgroup], behind: Sequence[Subgroup]) -> None:
         """Note that a step goes in this order: inside it, the next one goes in the other."""
-        for cache, blocks in self._caches():
+        for cache, blocks in self._caches():  # inside see `in_direction`; behind goes as the forward does
             cache.order.end_step(_indices([*inside[::-1], *(behind if cache.kind == GRADS else ())], blocks))
 
     def advance(self) -> None:
@@ -388,7 +388,7 @@ class BlockTiers:
             self.grads.flush()  # first: blocks that are open for gradients have no write to wait for
         for cache, _ in self._caches():
             cache.synchronize()
-            cache.advance()
+            cache.advance()  # reads that found no buffer while these were written
 
     def close(self) -> None:
         """Free the memory and delete the swap files. Idempotent."""
@@ -430,6 +430,7 @@ class BlockTiers:
         return [(moving, False), ([group for group in groups if group not in moving and is_device(group.device)], True)]
 
     def _refuse(self) -> None:
+        # Of two sections one is named: the remedy is the same.
         name, device = "offload_gradients", self._config.offload_gradients.device
         if self.params is not None:
             name, device = "zero_optimization.offload_param", self._config.zero_optimization.offload_param.device
@@ -445,4 +446,5 @@ def _indices(order: Sequence[Subgroup], blocks: Mapping[int, Block]) -> list[int
 
 def _groups_of(leaves: Iterable[torch.Tensor]) -> list[GatherGroup]:
     """Return the groups that these parameters belong to, each once."""
+    # In the order of the parameters, by which blocks are numbered.
     return list(dict.fromkeys(parts.group for leaf in leaves if (parts := parts_of(leaf)) is not None))
