@@ -224,7 +224,7 @@ class Commits:
             self.tick += 1
             self.ranks().together(partial(self._rewrite_and_take, groups, engine or {}))
             self.begin_pending()
-        if not self.settle(quietly=True):
+        if not self.settle(quietly=True):  # it is raised here
             raise latest.failure or StateError("commit", "a commit that lasts", "one that failed on another rank")
 
     def _check_between_steps(self) -> None:
@@ -299,7 +299,7 @@ class Commits:
             return
         latest = self.durable.latest
         if not self.store.is_closed:
-            self.store.end_begun()
+            self.store.end_begun()  # no step comes any more that would go on with it
         self.wait()
         if latest.failure is not None:
             warn_user(
@@ -322,7 +322,7 @@ class Commits:
         if self._agreed.num_params == self._num_placed:  # not again by one rank alone, whose drive did not take it
             return
         ranks = self.ranks()
-        known = ranks.gather(ranks.together(self._own_uuid))
+        known = ranks.gather(ranks.together(self._own_uuid))  # together: one that cannot read its run tells all
         self.tick = max(tick for _, _, tick, _, _ in known.values())
         self.begin_history(drawn for _, _, _, drawn, _ in known.values())
         hosts = {str(rank): host for rank, (*_, host) in known.items()}
