@@ -36,7 +36,7 @@ def _single(chooser: Chooser, shape: ModelShape) -> Iterator[str]:
     if shape.linears and not shape.adapters and chooser.fits(shape.with_lora(_LORA)):
         yield f"LoRA of rank {_LORA.rank} over the frozen model (--lora r={_LORA.rank})"
     if ranks := _fewest_ranks(chooser, shape):
-        yield f"{ranks} ranks in place of {chooser.machine.ranks}"
+        yield f"{ranks} ranks, on {ranks // chooser.machine.ranks_per_node} machines like this one"
 
 
 def _most_tokens(chooser: Chooser, shape: ModelShape) -> int:
