@@ -10,13 +10,16 @@ from typing import Any, Self
 class DeferredInterrupt:
     """Holds SIGINT back inside a ``with`` block; whoever is in the block calls `deliver` where stopping is safe.
 
-    On leaving, the handler that was there before is restored and, if a signal came, gets it. A second Ctrl-C gets it
-    at once: a drive that no longer answers must not hold the program. Outside the main thread, where Python delivers
-    no signals, this does nothing.
-
-    Where the handler of another signal raises on the way out of the block, before anything here was restored, the next
-    SIGINT, or whoever enters next, finds that whoever entered is gone from the stack. Then it goes where it belongs.
+    On leaving, the handler that was there before is restored and, if a signal came, gets it. Outside the main thread,
+    where Python delivers no signals, this does nothing.
     """
+
+    # SIGINT comes                     what happens                            or else
+    # 1. in the block, the first       noted, for `deliver` or the end         a step would be cut off anywhere
+    # 2. in the block, once more       the handler of before gets it at once   a drive that hangs would hold the program
+    # 3. behind a block whose end was  that handler is put back and gets it;   ours would keep every Ctrl-C from then on
+    #    cut off by another handler    a block that is entered looks past ours
+    # 4. while no function handles it  nothing was installed                   there would be nobody to hand it to
 
     def __init__(self) -> None:
         self._pending = False
@@ -28,10 +31,10 @@ class DeferredInterrupt:
             self._previous = _looking_past_those_left(signal.getsignal(signal.SIGINT), sys._getframe(1))
             # None: a handler that Python did not install and could not restore. SIG_IGN and SIG_DFL need no deferring.
             if callable(self._previous):
-                self._caller = sys._getframe(1)
+                self._caller = sys._getframe(1)  # first: a SIGINT that came before it would be taken for case 3
                 try:
                     signal.signal(signal.SIGINT, self._note)
-                except BaseException:
+                except BaseException:  # of another signal's handler: a `with` that was not entered calls no __exit__
                     signal.signal(signal.SIGINT, self._previous)
                     raise
                 self._installed = True
@@ -44,14 +47,14 @@ class DeferredInterrupt:
             return
         signal.signal(signal.SIGINT, self._previous)
         self._installed = False
-        self._caller = None
-        if self.take() and not isinstance(error, KeyboardInterrupt):
+        self._caller = None  # whoever puts our handler back later is outside the block: case 3
+        if self.take() and not isinstance(error, KeyboardInterrupt):  # one Ctrl-C is one KeyboardInterrupt
             signal.raise_signal(signal.SIGINT)
 
     def deliver(self) -> None:
         """Give a signal that came to the handler that was there before, which raises KeyboardInterrupt or does not."""
         if self._pending and callable(self._previous):
-            self._pending = False
+            self._pending = False  # before it raises: `__exit__` would raise the signal again
             self._previous(signal.SIGINT, None)
 
     def take(self) -> bool:
@@ -60,8 +63,8 @@ class DeferredInterrupt:
         return pending
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        left = frame is not None and not is_inside(frame, self._caller)
-        if left:
+        left = frame is not None and not is_inside(frame, self._caller)  # None: `deliver` of a block inside this one
+        if left:  # put back first, for the handler may raise
             signal.signal(signal.SIGINT, self._previous)
         if (left or self._pending) and callable(self._previous):
             self._previous(number, frame)
@@ -79,6 +82,6 @@ def _looking_past_those_left(handler: Any, frame: FrameType) -> Any:
     """Return a handler of SIGINT, or what was there before, where it is of a block that is no longer on the stack."""
     while isinstance(owner := getattr(handler, "__self__", None), DeferredInterrupt):
         if is_inside(frame, owner._caller):
-            break
+            break  # a block around this one, which is to hear of it
         handler = owner._previous
     return handler
