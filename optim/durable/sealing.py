@@ -26,6 +26,16 @@ _NO_SUMS = torch.zeros(0, dtype=torch.int64, device="cpu")
 class Sealing:
     """Completes what is written of a subgroup, and takes it up again: the `Seal` of a durable optimizer's pipeline.
 
+    ::
+
+                            a base                                      an entry
+        a step reads        its state; all of it where a log is behind  what is in it, behind the base
+        a step trusts       its state, by sums kept in memory; with a   the trailer that the chain has the root of,
+                            log as an entry                             and what is as the trailer says
+        who resumes reads   all of it                                   the same
+        who resumes trusts  as an entry: a manifest has the root        the same
+        is written over     never while a manifest refers to it         the same
+
     Args:
         run: says where each subgroup is written to.
         latest: the commit that a write waits for.
@@ -40,7 +50,7 @@ class Sealing:
         self._kernels = ground.kernels
         self._tail_sums: dict[int, torch.Tensor] = {}
         self._copies_read: dict[int, int] = {}
-        """The copy that was read last of each slot: others may have lost it meanwhile."""
+        """The copy that was read last of each slot."""
 
     @property
     def discards(self) -> bool:
@@ -49,7 +59,7 @@ class Sealing:
 
     def begin_read(self, slot: SlotRecord) -> int | None:
         """See `Sealer`."""
-        self._copies_read[slot.index] = self.run.space.copies.whole[0]
+        self._copies_read[slot.index] = self.run.space.copies.whole[0]  # another slot's error may change it
         return _log_of(slot).read_bytes
 
     def read_elsewhere(self, slot: SlotRecord, error: CorruptionError) -> bool:
@@ -59,16 +69,16 @@ class Sealing:
     def seal(self, slot: SlotRecord) -> WriteTarget:
         """Choose what of a slot's buffer is written where, and complete it for that: an entry of its log, or all."""
         log = _log_of(slot)
-        if log.target is not None:  # the drive did not take it
+        if log.target is not None:  # the drive did not take it, and what it was sealed from is no longer known
             return log.target
-        self._latest.begin_writing()
+        self._latest.begin_writing()  # before an extent is chosen: a commit under way says what is free
         assert slot.buffer is not None
         if log.draft is not None:
             target = self._seal_entry(slot, slot.buffer, log.draft)
         else:
             target = self._seal_base(slot, log, slot.buffer)
         self.point(slot)
-        log.end_version(target)
+        log.end_version(target)  # last: what cuts this short has it sealed once more, in its place
         return target
 
     def point(self, slot: SlotRecord) -> None:
@@ -82,16 +92,17 @@ class Sealing:
 
     def _seal_entry(self, slot: SlotRecord, memory: Memory, draft: Draft) -> WriteTarget:
         part, extents = PartOfMemory(memory, draft.start), self.run.extents
+        # Whole lines are in it (`EntryFormat`), so no byte is left over.
         sums = Sums(self._kernels.tile_checksums(part.view(torch.int32, 0, draft.size_bytes // 4)), _NO_SUMS)
         extent = extents.to_append(slot.index, draft.place)
         size_bytes = extents.seal_entry(slot.index, part, draft.size_bytes, sums, place=draft.place)
         return WriteTarget(extent, draft.start, size_bytes)
 
     def _seal_base(self, slot: SlotRecord, log: LogState, memory: Memory) -> WriteTarget:
-        sums = log.sums or self._completed(slot, log, memory)
+        sums = log.sums or self._completed(slot, log, memory)  # those of the update: all of it was in the cache
         extent = self.run.extents.to_rewrite(slot.index)
         self.run.extents.seal_base(slot.index, memory, sums)
-        slot.note_checksums(sums.state)
+        slot.note_checksums(sums.state)  # what `verify` compares with: the trailer is not read in a step
         self._note_tail(slot, sums)
         return WriteTarget(extent)
 
@@ -101,9 +112,10 @@ class Sealing:
         One that somebody changed and that had no gradient is its own master from here on, as its next update would
         have it: what it was split from is nowhere any more.
         """
-        self.replay(slot)
+        self.replay(slot)  # first: it needs the tail of the base, which the next line writes over
         self._fill_tail(slot, memory)
         for run, tail in self.logs.tails(slot.subgroup, memory):
+            # The update itself looks for changes, and notes the sums of what it wrote.
             known = None if run.param in log.updated else self._table[run.param].checksums_of(run)
             if known is None:
                 continue
@@ -116,11 +128,11 @@ class Sealing:
         return self.logs.sums(slot.subgroup, memory)
 
     def _fill_tail(self, slot: SlotRecord, memory: Memory) -> None:
-        self._mirror.end_step()
+        self._mirror.end_step()  # updated parameters may still be on their way to the device
         for run, tail in self.logs.tails(slot.subgroup, memory):
             with self._table[run.param].reaching(run, change=False) as param:
                 copy_alone(tail[: run.numel], param)
-            tail[run.numel :].zero_()
+            tail[run.numel :].zero_()  # the buffer was another's, and equal parameters are to have equal sums
 
     def replay(self, slot: SlotRecord) -> None:
         """Apply the log that was read with the state, if that is not done."""
@@ -138,6 +150,7 @@ class Sealing:
         base = self._chain_of(slot).base
         assert base is not None
         path = self.run.extents.path_of(base)
+        # The state alone was read, so no trailer is there to open.
         actual = self._kernels.tile_checksums(slot.buffer.view(torch.int32, 0, slot.size_bytes // 4))
         assert slot.checksums is not None
         check_sums(slot.checksums, actual, path=path, what=f"the state of subgroup {slot.index}")
@@ -149,7 +162,7 @@ class Sealing:
 
     def _differs(self, slot: SlotRecord) -> bool:
         subgroup = slot.subgroup
-        if subgroup.form is not MasterForm.ITSELF:
+        if subgroup.form is not MasterForm.ITSELF:  # fp32 parameters have no sums of their own
             runs = [(self._table[run.param], run) for run in subgroup.runs]
             return any(
                 not torch.equal(self._kernels.tile_checksums(record.copy_of(run)), known)
@@ -157,7 +170,7 @@ class Sealing:
                 if (known := record.checksums_of(run)) is not None
             )
         layout = self.logs.base_of(subgroup)
-        room = HostRegion(layout.tail_bytes)
+        room = HostRegion(layout.tail_bytes)  # not the slot's buffer, which it may not have
         self._fill_tail(slot, PartOfMemory(room, -layout.tail_at))
         words = room.view(torch.int32, 0, layout.tail_bytes // 4)
         known = self._tail_sums.get(slot.index)
@@ -172,10 +185,10 @@ class Sealing:
 
     def bring_back(self, slot: SlotRecord, memory: Memory) -> None:
         """Verify all that was read of a slot, apply its log, and give its parameters the values that it says."""
-        sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)
-        self.replay(slot)
+        sums = self.logs.check(slot.subgroup, self._chain_of(slot), memory)  # before parameters are written
+        self.replay(slot)  # what `_restore` gives parameters is the newest
         self._restore(slot, memory)
-        slot.note_checksums(sums.state)
+        slot.note_checksums(sums.state)  # those of the base, as it is on the drive: the next read has that
         self._note_tail(slot, sums)
         self.point(slot)
 
@@ -196,7 +209,7 @@ class Sealing:
             with record.reaching(run, change=True) as param:
                 param.copy_(values)
             checksums = record.checksums_of(run)
-            if checksums is not None:
+            if checksums is not None:  # or the next update would take these values for somebody's change
                 self._kernels.tile_checksums(values, out=checksums)
 
     def _note_tail(self, slot: SlotRecord, sums: Sums) -> None:
