@@ -170,6 +170,17 @@ std::uint64_t checksum_of(const KernelTable& kernels, const void* data, std::siz
   return ended(lanes, size_bytes);
 }
 
+// Rows of segments lie over blocks of memory, each block has a checksum, and threads write a row from front to back:
+//
+//   blocks     |       0       |       1       |       2       |       3       |
+//   row, Rows      [ - - - - - - - - - - - - - - - - - - - - - - - - - ]
+//   threads        [      A            |           B           |   C   ]
+//   RowSum     | sums nothing  | sums nothing  | sums and puts | sums nothing  |
+//   BlockSums  | counts, takes | counts, takes |               | counts, takes |
+//
+// B alone writes block 2: it sums each strip in its nearest cache, and the count of that block never falls to 0. Other
+// blocks are written by several threads, or in several rows: whoever writes the last byte takes the sum from memory.
+
 // Checksums of blocks of memory, each taken as soon as nothing more will be written in it. `expect` everything that will
 // be, before the first `note_written`.
 class BlockSums {
@@ -181,7 +192,7 @@ class BlockSums {
 
   void expect(Address begin, std::size_t size_bytes) {
     each_block(begin, size_bytes, [this](std::size_t block, Address, std::size_t part) {
-      missing_[block].fetch_add(part, std::memory_order_relaxed);
+      missing_[block].fetch_add(part, std::memory_order_relaxed);  // no thread of the update has begun
     });
   }
 
@@ -194,6 +205,7 @@ class BlockSums {
 
   void note_written(Address begin, std::size_t size_bytes) {
     each_block(begin, size_bytes, [this](std::size_t block, Address, std::size_t part) {
+      // The last one reads what all others have written.
       if (missing_[block].fetch_sub(part, std::memory_order_acq_rel) == part) take(block);
     });
   }
@@ -228,8 +240,7 @@ class BlockSums {
   std::vector<std::atomic<std::size_t>> missing_;  // bytes of each block that are still to be written
 };
 
-// What one thread writes from front to back, summed strip by strip while it is in the nearest cache. Its sums are of the
-// blocks that it writes all of; others are taken from memory, by whoever writes the last of them.
+// What one thread writes of a row, from front to back.
 class RowSum {
  public:
   void begin(const KernelTable& kernels, std::deque<BlockSums>& summed, Address end) {
@@ -243,19 +254,20 @@ class RowSum {
   void note_written(Address begin, std::size_t size_bytes, Address source) {
     for (BlockSums& sums : *summed_) {
       sums.each_block(begin, size_bytes, [&](std::size_t block, Address at, std::size_t part) {
+        // Of a block that reaches behind the last tile of this thread another one writes the rest.
         if (at != end_) begin_part(sums, at, sums.begin_of(block) == at && sums.end_of(block) <= row_end_);
         if (in_stripes_) kernels_->absorb(lanes_, bytes_at(at - begin + source, 0), part);
         end_ = at + part;
         if (end_ == sums.end_of(block)) {
           end_part(block);
         } else if (part % kSumStripe != 0) {
-          in_stripes_ = false;
+          in_stripes_ = false;  // lanes go on only behind a whole stripe
         }
       });
     }
   }
 
-  // Notes what is left, which is less than a block.
+  // Notes what is left, which is less than a block: without it the block's count would not fall to 0.
   void end() {
     if (begin_ != end_) sums_->note_written(begin_, end_ - begin_);
     begin_ = end_ = 0;
@@ -271,7 +283,7 @@ class RowSum {
   }
 
   void end_part(std::size_t block) {
-    if (!in_stripes_) return end();
+    if (!in_stripes_) return end();  // the lanes lack a part
     sums_->put(block, ended(lanes_, end_ - begin_));
     begin_ = end_ = 0;
   }
@@ -484,6 +496,7 @@ class Tiles {
     }
     for (std::size_t k = 0; k < rows_.count; ++k) {
       const Row& row = rows_.row[k];
+      // The tail was written past the caches, and is the parameter, which is in them.
       const Address at = row.bytes_of(first), source = row.address == s_.tail ? s_.param : row.address;
       sums_[k].note_written(row.address + at, row.bytes_of(numel), source + at);
     }
