@@ -104,7 +104,7 @@ class ExtentRing:
     def add(self, layouts: Sequence[SlotLayout]) -> None:
         """Take slots on behind those there are, with the space of their turns. OutOfSpaceError leaves all as it was."""
         slots = [*self.slots, *(RingSlot(layout, 0) for layout in layouts)]
-        self._pool.want(_wanted_by(slots, self.steps_back))
+        self._pool.want(_wanted_by(slots, self.steps_back))  # first: there may be no room, and nothing has changed yet
         self._rows.grow(len(slots), max(slot.layout.period for slot in slots) - 1)
         _take_turns(slots)
         self.slots = slots
@@ -127,12 +127,13 @@ class ExtentRing:
         """Begin a step that will write: other slots are due."""
         self.turn += 1
         for slot in range(len(self.slots)):
-            self.drop_target(slot)
+            self.drop_target(slot)  # it may be of an entry, and a base is due now
         self._pool.trim()  # not earlier: until something is written, the manifest before can be gone back to
 
     def is_due(self, slot: int, *, turns_ahead: int = 0) -> bool:
         """Whether what this slot writes in this turn is a base: its turn has come, or there is nothing to add to."""
         record = self.slots[slot]
+        # Behind bytes that may be lost an entry is of no use.
         if record.current.base is None or len(record.current.log) >= record.layout.period - 1 or slot in self.suspects:
             return True
         return (self.turn + turns_ahead + record.phase) % record.layout.period == 0
@@ -153,14 +154,14 @@ class ExtentRing:
     def to_append(self, slot: int, place: int | None = None) -> Extent:
         """Return where the next entry goes: the same until it is sealed, or the next turn begins.
 
-        An entry that was sealed and not written goes where it was to go: `place` is its place in the log, None the end.
+        `place` is its place in the log, None the end.
 
         Raises:
             StateError: there is nothing to add to.
             OutOfSpaceError: chains are longer than turns make them, and there is no room for more.
         """
         record = self.slots[slot]
-        if place is not None and place < len(record.current.log):
+        if place is not None and place < len(record.current.log):  # sealed, not written: its step would be done twice
             return record.current.log[place].extent
         if record.current.base is None or len(record.current.log) >= record.layout.period - 1:
             raise StateError(f"slot {slot}", "a base, and room in its log", f"{len(record.current.log)} entries")
@@ -176,17 +177,16 @@ class ExtentRing:
         base = self._sealed(slot, self.to_rewrite(slot), memory, self.slots[slot].layout.base, sums)
         self._become(slot, Chain(base))
         self._rows.set_base(slot, base)
-        self.suspects.discard(slot)
+        self.suspects.discard(slot)  # last: what is cut short before leaves the slot due
 
     def seal_entry(self, slot: int, memory: Memory, size_bytes: int, sums: Sums, *, place: int | None = None) -> int:
         """Write the trailer of an entry, with which the chain goes on; returns the bytes to write, trailer included.
 
-        `size_bytes` is the entry without its trailer, and `sums` has no tail. An exception may have kept from the
-        caller that the entry is sealed: `place` is as in `to_append`.
+        `size_bytes` is the entry without its trailer, and `sums` has no tail. `place` is as in `to_append`.
         """
         record = self.slots[slot]
         content = ExtentLayout(size_bytes, 0, record.layout.base.alignment)
-        log = record.current.log[:place]
+        log = record.current.log[:place]  # an exception may have kept from the caller that it is sealed already
         entry = self._sealed(slot, self.to_append(slot, place), memory, content, sums)
         self._become(slot, Chain(record.current.base, (*log, entry)))
         self._rows.set_entry(slot, len(log), entry)
@@ -205,7 +205,7 @@ class ExtentRing:
     def _sealed(self, slot: int, extent: Extent, memory: Memory, content: ExtentLayout, sums: Sums) -> Written:
         sealed_as = SealedAs(slot, self.sequence, self.incarnation)
         written = Written(extent, content, sealed_as, seal(memory, content, sealed_as, sums))
-        self._latest[extent.stripes] = written.id
+        self._latest[extent.stripes] = written.id  # before it is written: from then on an older manifest is not whole
         return written
 
     # Commits.
@@ -244,8 +244,8 @@ class ExtentRing:
         self.drop_target(slot)
         if record.current is not record.committed:
             self._become(slot, record.committed)
-        self._rows.set_chain(slot, record.committed)
-        self.suspects.discard(slot)
+        self._rows.set_chain(slot, record.committed)  # always: an exception may have come between chain and rows
+        self.suspects.discard(slot)  # what a manifest refers to was synced before it
 
     def note_commit(self) -> None:
         """Note that the chains of this moment are committed: what only those before had is for other slots now."""
@@ -253,9 +253,9 @@ class ExtentRing:
         for record in self.slots:
             if record.current is not record.committed:
                 free += self._set_free(record, record.commit(record.current))
-        self._waiting.append(free)
+        self._waiting.append(free)  # only manifests before this one refer to it
         num_older = max(0, len(self._waiting) + 1 - self.steps_back)
-        self._given_up = [self._waiting.popleft() for _ in range(num_older)]
+        self._given_up = [self._waiting.popleft() for _ in range(num_older)]  # `take_back_commit` may need it
         self._pool.give_back(pair for pairs in self._given_up for pair in pairs)
         self.count_manifest()
 
@@ -269,19 +269,21 @@ class ExtentRing:
 
     def take_back_commit(self, tables: Mapping[str, np.ndarray]) -> None:
         """Go back to the manifest before, which has `tables`; nothing may have been written since the newest."""
+        # Before chains change: what the newest set free is found there, idle or waiting.
         known = {stripes: extent for stripes, (_, extent) in self._known().items()}
         layouts = [record.layout for record in self.slots[: len(tables[BASES])]]
         chains = self._rows.read(tables, layouts, known, where="the manifest before")
-        chains += [Chain()] * (len(self.slots) - len(chains))
+        chains += [Chain()] * (len(self.slots) - len(chains))  # slots that came since
         for record, chain in zip(self.slots, chains, strict=True):
+            # The same objects: whether a slot is committed is asked with `is`.
             self._release(record, record.commit(record.current.where_equal(chain)))
         again = {extent.stripes for record in self.slots for _, extent in record.extents(record.committed)}
         if self._waiting:
             self._pool.give_back(pair for pair in self._waiting.pop() if pair[1].stripes not in again)
             self._waiting.extendleft(reversed(self._given_up))  # nothing was written there since
             again |= {extent.stripes for pairs in self._given_up for _, extent in pairs}
-        self._pool.take_out(again)
-        self._given_up = []
+        self._pool.take_out(again)  # or the next write goes over what is the newest commit again
+        self._given_up = []  # one commit can be taken back
 
     def forget_commits(self) -> None:
         """Forget all manifests but those of snapshots: no other one refers to anything any more."""
@@ -294,7 +296,7 @@ class ExtentRing:
     def claim(self, tables: Mapping[str, np.ndarray]) -> None:
         """Keep what a found manifest refers to, until `adopt` or `forget_commits`."""
         for _, stripes, identity in self._rows.writes_of(tables):
-            if stripes not in self._claimed:
+            if stripes not in self._claimed:  # else a newer manifest, which comes first, says what is there
                 self._claimed[stripes] = self._space.claim(stripes)
                 self._latest[stripes] = identity
 
@@ -315,13 +317,14 @@ class ExtentRing:
             ResumeError: the tables are not of such slots, or what they refer to was written over; nothing has changed.
             OutOfSpaceError: there is no room for what turns need besides. The ring cannot be used then.
         """
-        known = {stripes: extent for stripes, (_, extent) in self._known().items()}
+        known = {stripes: extent for stripes, (_, extent) in self._known().items()}  # before slots go: theirs, too
         if over := self.written_over(tables):
             what = f"has a step of which {len(over)} slots were written over since, slot {over[0]} first"
             raise ResumeError(where, what)
         chains = self._rows.read(tables, layouts, known, where=where)
         self.slots = [RingSlot(layout, 0, chain, chain) for layout, chain in zip(layouts, chains, strict=True)]
         _take_turns(self.slots)
+        # Not at `sequence`, which failed commits put out of step: slots out of turn would need space of others.
         turns = [(slot.layout.period, slot.phase, len(slot.current.log)) for slot in self.slots]
         self.turn = self.sequence + turns_behind(self.sequence, turns)
         longest_log = max((layout.period for layout in layouts), default=1) - 1
@@ -334,23 +337,23 @@ class ExtentRing:
         self._claimed, self._pool = {}, ExtentPool(self._space)
         sizes = {extent.stripes: size for size, extent in self._in_chains()}
         self._pool.admit(size for stripes, size in sizes.items() if not self._times_pinned[stripes])
-        for name, pins in self._pins.items():
+        for name, pins in self._pins.items():  # of a found snapshot nobody knew the sizes: `unpin` gives back by them
             self._pins[name] = [(sizes.get(extent.stripes, size), extent) for size, extent in pins]
         wanted = _wanted_by(self.slots, self.steps_back)
         lacking = wanted - Counter({size: self._pool.num_held(size) for size in wanted})
         ages: list[list[tuple[Size, Extent]]] = [[] for _ in range(len(older) + 1)]
         for stripes, extent in known.items():
             fitting = [size for size in wanted if num_bytes(size) == extent.size_bytes]
-            if stripes not in sizes and not self._times_pinned[stripes] and fitting:
+            if stripes not in sizes and not self._times_pinned[stripes] and fitting:  # else the space takes it back
                 age = next((age for age, of_older in enumerate(older) if stripes in of_older), len(older))
-                size = max(fitting, key=lacking.__getitem__)
+                size = max(fitting, key=lacking.__getitem__)  # all for one size, others would be allocated anew
                 lacking[size] -= 1
                 ages[age].append((size, extent))
         num_waiting = min(self.steps_back - 1, len(older))
         self._waiting = deque(reversed(ages[:num_waiting]))
         self._given_up = ages[num_waiting : len(older)]
         self._pool.admit(size for waiting in self._waiting for size, _ in waiting)
-        for pairs in reversed(ages[num_waiting:]):
+        for pairs in reversed(ages[num_waiting:]):  # those of the oldest manifest are written over first
             self._pool.keep(pairs)
         self._pool.want(wanted)
 
@@ -359,15 +362,16 @@ class ExtentRing:
         known, stripes_of = self._known(), []
         for _, stripes, identity in self._rows.writes_of(tables):
             stripes_of.append(stripes)
-            self._latest.setdefault(stripes, identity)
+            self._latest.setdefault(stripes, identity)  # who wrote or claimed it knows better what is there
         self._pins[name] = [known[s] if s in known else (None, self._space.claim(s)) for s in stripes_of]
         new = {stripes for stripes in stripes_of if not self._times_pinned[stripes]}
         self._times_pinned.update(stripes_of)
+        # Neither counts as the pool's, so that `want` reserves one more for each.
         self._pool.let_go(size for size, extent in self._in_chains() if extent.stripes in new)
         self._pool.drop(new)
         try:
             self._pool.want(_wanted_by(self.slots, self.steps_back))
-        except BaseException:
+        except BaseException:  # a Ctrl-C, too: nobody would unpin what `pin` did not return from
             self.unpin(name)
             raise
 
@@ -375,10 +379,10 @@ class ExtentRing:
         """Give up what `pin` kept, as far as nothing else refers to it, and what it reserved."""
         kept = {extent.stripes: (size, extent) for size, extent in self._pins.pop(name)}
         self._times_pinned.subtract(kept.keys())
-        self._times_pinned = +self._times_pinned
+        self._times_pinned = +self._times_pinned  # without those at 0, or each snapshot would leave some
         in_chains = {extent.stripes for _, extent in self._in_chains()}
         for stripes, (size, extent) in kept.items():
-            if self._times_pinned[stripes] or size is None:
+            if self._times_pinned[stripes] or size is None:  # None: no slot can use it, and the space takes it back
                 continue
             self._pool.admit([size])
             if stripes in in_chains:
@@ -399,7 +403,7 @@ class ExtentRing:
 
     def _target(self, slot: int, size: Size) -> Extent:
         record = self.slots[slot]
-        if record.target is not None and record.target[0] != size:
+        if record.target is not None and record.target[0] != size:  # it is rewritten after all, or appended to
             self.drop_target(slot)
         return record.target[1] if record.target is not None else record.aim(size, self._pool.take(size))
 
@@ -438,7 +442,7 @@ class ExtentRing:
         pairs: list[tuple[Size | None, Extent]] = [*targets, *self._in_chains(), *self._pool.idle]
         pairs += [*waiting, *pinned, *claimed]
         known: dict[Stripes, tuple[Size | None, Extent]] = {}
-        for size, extent in pairs:
+        for size, extent in pairs:  # those with a size first: a pin or a claim of the same may have none
             known.setdefault(extent.stripes, (size, extent))
         return known
 
