@@ -39,14 +39,14 @@ class Freezing:
         for group in {id(group): group for module in root.modules() for group in fsdp_param_groups(module)}.values():
             group._to_unsharded = partial(self._after, group, group._to_unsharded)
             group._to_sharded = partial(self._before, group, group._to_sharded)
-        root.register_forward_pre_hook(self._agree_everywhere, prepend=True)
+        root.register_forward_pre_hook(self._agree_everywhere, prepend=True)  # before FSDP2's, which keeps what it has
 
     def _after(self, group: Any, to_unsharded: Callable[[], None]) -> None:
-        to_unsharded()
+        to_unsharded()  # it copies what the shard says: both are the same
         self._agreed[group] = [record.sharded_param.requires_grad for record in group.fsdp_params]
 
     def _before(self, group: Any, to_sharded: Callable[[], None]) -> None:
-        self._agree(group)
+        self._agree(group)  # before nothing shows the gathered ones any more
         to_sharded()
 
     def _agree_everywhere(self, *_: object) -> None:
@@ -62,7 +62,7 @@ class Freezing:
             both = record.sharded_param, record._unsharded_param
             if both[0].requires_grad is not both[1].requires_grad:
                 for param in both:
-                    param.requires_grad_(not agreed[at])
+                    param.requires_grad_(not agreed[at])  # one of them was changed to this
             agreed[at] = both[0].requires_grad
 
 
@@ -81,16 +81,17 @@ def drop_unsharded_grads(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def _take_unsharded_grad(fsdp_param: Any) -> torch.Tensor | None:
     """The gradient of a gathered parameter, with what was added up before; FSDP2 has none any more."""
-    if not hasattr(fsdp_param, "_unsharded_param"):
+    if not hasattr(fsdp_param, "_unsharded_param"):  # before the first forward
         return None
     latest: torch.Tensor | None = fsdp_param._unsharded_param.grad
     earlier: torch.Tensor | None = None
+    # From 2.15 on it shows `latest`, which would be counted twice.
     if not isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
         earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
     fsdp_param._unsharded_param.grad = None
     if earlier is None or latest is None:
         return latest if earlier is None else earlier
-    return earlier.add_(latest)
+    return earlier.add_(latest)  # into the earlier one, as FSDP2 adds: it has the dtype of the reduction
 
 
 def _largest_base(block: torch.nn.Module) -> list[Any]:
@@ -108,7 +109,7 @@ def _largest_base(block: torch.nn.Module) -> list[Any]:
 
     base = max(groups.values(), key=size, default=None)
     if base is None or not (base._reshard_after_forward and base.reshard_after_backward):
-        return []
+        return []  # it would keep the buffer from other blocks
     others = (group for group in groups.values() if group is not base)
     return [base] if all(len(frozen(group)) in (0, len(group.fsdp_params)) for group in others) else []
 
@@ -116,13 +117,29 @@ def _largest_base(block: torch.nn.Module) -> list[Any]:
 class TakingTurns:
     """Let the passes of several micro-batches go through `blocks` of one FSDP2 model by turns.
 
-    FSDP2 (2.11 to 2.15) knows of one forward at a time (``FSDPState._training_state``, ``_modules_to_run_forward``,
-    ``FSDPStateContext.iter_forward_root``), frees what it gathered after every call (``FSDPParamGroup.reshard``), and
-    reduces what any group has at the end of every backward (``FSDPState._root_post_backward_final_callback``, unless
-    ``FSDPStateContext.post_backward_final_callback_queued``). From 2.15 on whoever queues it says if FSDP2 ends a
-    backward by itself (``manual_backward_finalization_active``). While turns are taken, a forward that waits is put
-    aside, and whoever takes them says when a group is freed, and when it is reduced.
+    FSDP2 knows of one forward at a time, frees what it gathered after every call, and reduces what any group has at the
+    end of every backward. While turns are taken, a forward that waits is put aside, and whoever takes them says when a
+    group is freed, and when it is reduced.
     """
+
+    # Private names of FSDP2 in torch 2.11 to 2.15. test_torch_private.py finds one that is gone, test_block_by_block.py
+    # compares the rest with the plain loop, and counts or harms (1) to (3) besides:
+    # (1) test_a_block_is_gathered_twice_however_many_micro_batches_there_are
+    # (2) test_what_one_rank_cannot_do_is_done_by_none    (3) test_a_mistake_is_found
+    #
+    # group.reshard (1)                             does nothing, or each micro-batch would gather again
+    # group.unshard (2)                             the ranks agree first, or some would wait for the others for ever
+    # state and group._training_state               put aside with each forward, or it would go on as another one
+    # state._modules_to_run_forward                 the same
+    # context.iter_forward_root                     the same
+    # .post_backward_final_callback_queued          True, or each backward would reduce all there is, whole or not
+    # .manual_backward_finalization_active (2.15)   False, or `end` would raise, as nobody has said how a backward ends
+    # state._root_post_backward_final_callback      called by `end`, or nothing else ends the passes
+    # group.post_backward (3)                       called where autograd has not, or gradients would be reduced late
+    # group._to_sharded                             called by `free`, or all would stay gathered until `end`
+    # record._unsharded_param.grad (3)              exchanged between micro-batches, or some would be added twice
+    # group._post_forward_indices,                  cleared after a pass, or what came before in a forward would be
+    #   comm_ctx.post_forward_order                 gathered ahead, and here something else comes next
 
     def __init__(self, root: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
         others = {root, *(module for block in blocks for module in block.modules())}
@@ -132,7 +149,7 @@ class TakingTurns:
         self._root: Any = root
         self._bases = [group for block in blocks for group in _largest_base(block)]
         self._is_under_way = False
-        alone: tuple[Any, dict[int, int]] = (None, {})
+        alone: tuple[Any, dict[int, int]] = (None, {})  # one rank asks nobody
         self._ask, self._numbers = _asking.get(root, alone)
         for group in {id(group): group for module in root.modules() for group in fsdp_param_groups(module)}.values():
             group.reshard = partial(self._reshard, group.reshard)
@@ -170,7 +187,7 @@ class TakingTurns:
 
     def end(self) -> None:
         """End all passes: do what FSDP2 does after the last backward of a step."""
-        self._is_under_way = False
+        self._is_under_way = False  # first: the callback frees what is gathered, by `reshard`
         self._lend(False)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -183,14 +200,14 @@ class TakingTurns:
 
     def put_aside(self) -> Any:
         """Take FSDP2's record of the forward that runs, for `take_up`. Another one may begin."""
-        owners = [self._root._get_fsdp_state(), *fsdp_param_groups(self._root)]
+        owners = [self._root._get_fsdp_state(), *fsdp_param_groups(self._root)]  # no block runs while a forward waits
         for module in self.units:
             owners += [module._get_fsdp_state(), *fsdp_param_groups(module)]
         record = [(one, one._training_state, set(getattr(one, "_modules_to_run_forward", ()))) for one in owners]
         began, context = self._context.iter_forward_root, self._context
         for one in owners:
             one._training_state = type(one._training_state).IDLE
-            getattr(one, "_modules_to_run_forward", set()).clear()
+            getattr(one, "_modules_to_run_forward", set()).clear()  # the set itself: FSDP2's hooks have it
         context.iter_forward_root = None
         return record, began
 
@@ -207,11 +224,10 @@ class TakingTurns:
             for group in fsdp_param_groups(module):
                 if reduces and group._training_state.name != "POST_BACKWARD":  # else it reduced by itself
                     group.post_backward()
-                group._training_state = type(group._training_state).IDLE
+                group._training_state = type(group._training_state).IDLE  # the next micro-batch's are not reduced yet
             if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
+                state: Any = module._get_fsdp_state()  # in PRE_BACKWARD a forward counts as a checkpoint's
                 state._training_state = type(state._training_state).IDLE
-        # What FSDP2 would gather ahead is what came before in a forward: here something else comes next.
         for module in (*modules, *self.units, self._root):
             for group in fsdp_param_groups(module):
                 group._post_forward_indices.clear()
@@ -221,7 +237,7 @@ class TakingTurns:
         """Free what was gathered for these modules, where their stage frees it after a forward, or after a backward."""
         for group in (group for module in modules for group in fsdp_param_groups(module)):
             if group._reshard_after_forward if after_forward else group.reshard_after_backward:
-                group._to_sharded()
+                group._to_sharded()  # `reshard` does nothing now
 
     def gathered(self, module: torch.nn.Module) -> list[tuple[Any, torch.Tensor]]:
         """Return the records of what a module gathers (not its children), with the parameters that autograd sees."""
@@ -302,7 +318,7 @@ def reduce_alike(model: torch.nn.Module, of_any: Callable[[list[str], int, list[
     def post_backward(number: int, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
         has = [_has_grad(record) for record in group.fsdp_params]
         asked = ask(number, has) if group.reduce_grads else has
-        for record, is_here, is_anywhere in zip(group.fsdp_params, has, asked, strict=False):
+        for record, is_here, is_anywhere in zip(group.fsdp_params, has, asked, strict=False):  # answers have `most`
             if is_anywhere and not is_here:
                 param = record._unsharded_param
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
@@ -322,7 +338,7 @@ def after_each_backward(model: torch.nn.Module, call: Callable[[], None]) -> Non
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+            state: Any = module._get_fsdp_state()  # of each: the first that backward comes to queues its own
             state._root_post_backward_final_callback = partial(end, state._root_post_backward_final_callback)
 
 
@@ -399,7 +415,7 @@ class _GroupOfOne:
         group.device_handle.current_stream().wait_event(group._all_gather_result.all_gather_event)
         self._unshard_from(group._all_gather_result.shards)
         group._all_gather_result = None
-        computing = group.device_handle.current_stream().record_event()
+        computing = group.device_handle.current_stream().record_event()  # behind the copies out of what was sent
         for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
             stream.wait_event(computing)  # what is sent next may get the memory of what was sent
 
@@ -409,7 +425,7 @@ class _GroupOfOne:
         return {record: _asked(record) for record in records}
 
     def _unshard_from(self, asked: Mapping[Any, tuple[torch.Tensor, Offered]]) -> None:
-        self._give_back()
+        self._give_back()  # of a gather that an exception cut off before FSDP2 freed it
         shards, lent = {}, {}
         for record in asked:
             shard, (stays, lend) = asked[record]
@@ -424,9 +440,9 @@ class _GroupOfOne:
 
     @torch.no_grad()
     def _borrow(self, record: Any, memory: torch.Tensor, end: Callable[[bool], None]) -> None:
-        record.free_unsharded_param()
+        record.free_unsharded_param()  # or there were two copies of a base
         param = record._unsharded_param
-        self._borrowed.append((record, param.data, param._version, end))
+        self._borrowed.append((record, param.data, param._version, end))  # first: what cuts this short is given back
         param.data = memory.view(param.dtype).as_strided(param.shape, param.stride())
 
     @torch.no_grad()
@@ -438,15 +454,15 @@ class _GroupOfOne:
         self._borrowed = []
 
     def to_sharded(self) -> None:
-        self._free()
+        self._free()  # first: then no module shows what is given back
         self._give_back()
 
     def _give_back(self) -> None:
         borrowed, changed = self._borrowed, False
         for record, before, version, _ in borrowed:
-            changed |= record._unsharded_param._version != version
+            changed |= record._unsharded_param._version != version  # a forward wrote there: it has to be read again
             record._unsharded_param.data = before
-        self._borrowed = []
+        self._borrowed = []  # before `end`, which is called once
         for *_, end in borrowed[:1]:  # for all
             end(changed)
 
@@ -457,7 +473,7 @@ class _GroupOfOne:
             for record in group.fsdp_params:
                 if (grad := _take_unsharded_grad(record)) is not None:
                     _give_grad(record, grad)
-        self._end_backward()
+        self._end_backward()  # last: it frees, and finds nothing to reduce
 
 
 @torch.no_grad()
@@ -487,12 +503,12 @@ def _shard_or_copy(fsdp_param: Any, shard: torch.Tensor, stays: bool, *, copies:
         has_cast = hasattr(local_tensor(fsdp_param.sharded_param), "fsdp_pre_all_gather")
         dtype = shard.dtype if has_cast else fsdp_param.param_dtype or shard.dtype
         fsdp_param.all_gather_outputs = [torch.empty(shard.numel(), dtype=dtype, device=shard.device)]
-    if not copies:
+    if not copies:  # a place without bytes: what is lent comes there
         return None
     fsdp_param.alloc_all_gather_outputs()
     [copy] = fsdp_param.all_gather_outputs
     with torch.autograd._unsafe_preserve_version_counter(copy):  # type: ignore[attr-defined]
-        copy.copy_(shard)
+        copy.copy_(shard)  # what autograd has saved is as it was
     return None
 
 
@@ -505,7 +521,7 @@ def _unshard_alone(fsdp_param: Any, shard: torch.Tensor | None) -> None:
     fsdp_param.all_gather_outputs = [shard]
     try:
         fsdp_param.init_unsharded_param()
-    finally:
+    finally:  # or FSDP2 would free the shard
         fsdp_param.all_gather_outputs = []
 
 
@@ -543,7 +559,7 @@ def _outside_inference_mode(call: Callable[..., None], *arguments: Any, **named:
     if not torch.is_inference_mode_enabled():
         call(*arguments, **named)
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # the first alone turns gradients on
         call(*arguments, **named)
 
 
