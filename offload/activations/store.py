@@ -63,12 +63,9 @@ class ReadOrder:
         self._latest = -1.0 if self._latest == _ANNOUNCED else self._latest
 
     def follow(self, number: int, known: Iterable[int]) -> None:
-        """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept.
-
-        Nothing is foreseen beyond what is announced: who announces keeps more meanwhile, which would have no room.
-        """
+        """Take note of the one that is taken now, of all that are `known`, in the order in which they were kept."""
         if self._latest == _ANNOUNCED:
-            return
+            return  # who announces keeps more meanwhile, for which what is foreseen beyond that would leave no room
         if number > self._latest:  # another backward
             self._numbers = [other for other in known if other < number]
             self._skipped.clear()
@@ -165,7 +162,7 @@ class ActivationStore:
             self._tidy()
             record = self._records.get(self._by_storage.get(storage_identity(tensor.untyped_storage()), -1))
             holder = record.holder if record is not None and record.is_of(version, self._since) else None
-            if holder is None:
+            if holder is None:  # another record for changed bytes, or for one that is gone and not yet buried
                 size_bytes = tensor.untyped_storage().nbytes()
                 if self._swapper is None and self._stats.held_bytes + size_bytes > self._stats.host_budget:
                     return None
@@ -173,7 +170,7 @@ class ActivationStore:
             handle, before = KeptTensor(holder, self.fetch, tensor), self._refusal
             self._send_off()
             has_room = self._stats.held_bytes <= self._stats.host_budget
-        if not has_room:
+        if not has_room:  # outside of the lock, which those who end copies take
             self._make_room(before)
         return handle
 
@@ -197,7 +194,7 @@ class ActivationStore:
 
     def _add(self, tensor: torch.Tensor, version: int) -> Holder:
         self._stats.add(num_saved=1, saved_bytes=tensor.untyped_storage().nbytes())
-        number = self._stats.num_saved - 1
+        number = self._stats.num_saved - 1  # counted before: whatever comes now, no two have one name on the drive
         record = SavedRecord(number, tensor.untyped_storage(), version, self._stats, self._gone.append)
         memory = bytes_of(tensor)
         if is_host(tensor.device):
@@ -205,11 +202,11 @@ class ActivationStore:
         else:
             copies = self._device.of(tensor.device)
             holder = copies.leave(record, memory, self._device.memory.take(record.size_bytes))
-        self._records[number] = record
+        self._records[number] = record  # first: burying goes from here to the other lists
         self._by_storage[record.key] = number
         self._queue[number] = None
         record.count(has_memory=True)
-        self._stats.add()
+        self._stats.add()  # for the peak
         return holder
 
     def announce(self, handles: Iterable[object]) -> None:
@@ -229,12 +226,12 @@ class ActivationStore:
             self._tidy()
             if (copies := self._device.copies) is None:
                 raise ClosedError("ActivationSwapper")
-            if copies.has(holder):
+            if copies.has(holder):  # host memory may have left for the drive: nothing is read for this
                 self._device.reads.follow(holder.record.number, self._records)
                 self._read_ahead()
                 return self._take_there(copies, holder, None)
             last = copies.to_wait_for()
-        if last is not None:
+        if last is not None:  # outside of the lock, as all waiting
             last.synchronize()
         memory = self._fetch(holder)
         with self._lock:
@@ -256,7 +253,7 @@ class ActivationStore:
                 self._read_now(record)
             elif record.residency is ActivationResidency.COMING:
                 self._stats.add(num_reads_foreseen=1)
-            self._device.reads.follow(record.number, self._records)
+            self._device.reads.follow(record.number, self._records)  # behind its own read, which is wanted first
             self._read_ahead()
             if holder.memory is not None:
                 return holder.memory
@@ -267,7 +264,7 @@ class ActivationStore:
         if failure is not None:
             with self._lock:
                 if record.transfer is transfer and record.residency is ActivationResidency.COMING:
-                    record.become(ActivationResidency.TIER, None)
+                    record.become(ActivationResidency.TIER, None)  # else another thread has, and may read again
             try:
                 raise failure
             finally:
@@ -279,7 +276,7 @@ class ActivationStore:
         return memory
 
     def _arrive(self, record: SavedRecord, memory: torch.Tensor) -> None:
-        if record.residency is ActivationResidency.COMING:
+        if record.residency is ActivationResidency.COMING:  # else another thread has waited for it, too
             self._queue[record.number] = None  # first: see the rules above
             record.become(ActivationResidency.BOTH, memory)
 
@@ -313,8 +310,8 @@ class ActivationStore:
 
     def _bury(self) -> None:
         """Forget those that nobody has any more, and give their space back."""
-        for _ in range(len(self._gone)):
-            number = self._gone[0].key
+        for _ in range(len(self._gone)):  # not until it is empty: some are put back
+            number = self._gone[0].key  # it is taken off when all is done, so that what is cut short is done again
             if (copies := self._device.copies) is not None:
                 copies.forget([number])
                 if copies.copies(number):
@@ -323,23 +320,23 @@ class ActivationStore:
             if (record := self._records.get(number)) is not None:
                 for listed in (self._queue, self._leaving):
                     listed.pop(number, None)
-                if self._by_storage.get(record.key) == number:
+                if self._by_storage.get(record.key) == number:  # else a later version of that storage
                     del self._by_storage[record.key]
                 self._delete(record)
                 record.count(has_memory=False)
-                del self._records[number]
+                del self._records[number]  # last: from here on nothing of it is done again
             self._gone.popleft()
 
     def _delete(self, record: SavedRecord) -> None:
         if self._swapper is not None and record.was_sent:
-            with suppress(ClosedError, KeyError):
+            with suppress(ClosedError, KeyError):  # no file is there: closed, deleted, or never written
                 self._swapper.delete(record.name)
 
     def _come_back(self, record: SavedRecord) -> None:
         """Keep one in memory that could not leave; it is the next to leave."""
         if (holder := record.holder) is not None:
-            self._queue[record.number] = None
-            self._queue.move_to_end(record.number, last=False)
+            self._queue[record.number] = None  # first: intent, see the rules above
+            self._queue.move_to_end(record.number, last=False)  # it is the oldest
             record.become(ActivationResidency.MEMORY, holder.memory)
 
     # Out of memory
@@ -352,7 +349,7 @@ class ActivationStore:
         start = time.perf_counter()
         while not self._has_room(before):
             self._ended.acquire(timeout=_LOOK_AGAIN_SECONDS)
-        self._wake()  # others who wait
+        self._wake()  # others who wait: a release wakes one
         with self._lock:
             self._stats.add(seconds_waiting_write=time.perf_counter() - start)
             refusal = self._refusal if self._refusal is not before else None
@@ -373,11 +370,11 @@ class ActivationStore:
     def _leaving_bytes(self) -> int:
         """Bytes of all that are being copied to staging buffers."""
         leaving = {n: its for n, its in self._leaving.items() if its.residency is ActivationResidency.LEAVING}
-        self._leaving = leaving
+        self._leaving = leaving  # at once: an exception leaves the one or the other
         return sum(record.size_bytes for record in leaving.values())
 
     def _no_room(self, refusal: Exception) -> Exception:
-        said = _anew(refusal)
+        said = _anew(refusal)  # or whoever raises it next would add the note once more
         said.add_note(
             f"Saved tensors fill activations.host_budget, {format_bytes(self._stats.host_budget)}, and the rest has no "
             "place: free space on activations.nvme_path, name another folder, or allow more host memory"
@@ -395,11 +392,11 @@ class ActivationStore:
         early = 0 if wanted or self._refusal is not None else min(budget * _EARLY_SHARE, _MAX_EARLY_BYTES)
         while self._queue and self._stats.held_bytes + wanted - self._leaving_bytes() > budget - early:
             if self._refusal is not None and self._leaving:
-                return
+                return  # one at a time: it tries whether the drive takes writes again
             number = next(iter(self._queue))
             record = self._records.get(number)
             holder = record.holder if record is not None else None
-            if record is not None and holder is not None and holder.memory is not None:
+            if record is not None and holder is not None and holder.memory is not None:  # else the list had too much
                 if record.residency is ActivationResidency.BOTH:
                     record.become(ActivationResidency.TIER, None)
                 elif record.residency is ActivationResidency.MEMORY:
@@ -409,7 +406,7 @@ class ActivationStore:
 
     def _write(self, record: SavedRecord, memory: torch.Tensor) -> None:
         assert self._swapper is not None
-        self._leaving[record.number] = record
+        self._leaving[record.number] = record  # first: `_tidy` looks here for what nobody writes
         record.become(ActivationResidency.LEAVING, memory)
         self._queue.pop(record.number, None)
         transfer = self._swapper.swap_out(
@@ -427,8 +424,8 @@ class ActivationStore:
             self._bury()
             if (record := self._leaving.get(number)) is not None and record.leaves:
                 record.become(ActivationResidency.TIER, None)
-                if self._device.reads.was_skipped(number):
-                    with suppress(StateError):
+                if self._device.reads.was_skipped(number):  # reading ahead has gone past it
+                    with suppress(StateError):  # as in `_read_ahead`
                         self._read(record)
             self._wake()
 
@@ -439,7 +436,7 @@ class ActivationStore:
             record = self._records.get(number)
             if refusal is None or record is not None:  # what nobody wants any more may fail
                 self._refusal = refusal
-            if record is not None and record.leaves:
+            if record is not None and record.leaves:  # else its memory is gone, and who takes it is told
                 self._come_back(record)
             self._wake()
 
@@ -454,7 +451,7 @@ class ActivationStore:
                 continue
             if record is not None and record.residency is ActivationResidency.TIER:
                 if self._stats.held_bytes + record.size_bytes > self._stats.host_budget:
-                    return
+                    return  # no other is read instead: it would take the room that this one waits for
                 with suppress(StateError):  # its write has failed: whoever takes it is told
                     self._read(record)
             self._device.reads.drop_next()
@@ -470,7 +467,7 @@ class ActivationStore:
     def _read(self, record: SavedRecord) -> None:
         assert self._swapper is not None
         transfer = self._swapper.swap_in(record.name, self._device.memory.take(record.size_bytes))
-        record.become(ActivationResidency.COMING, None, transfer)
+        record.become(ActivationResidency.COMING, None, transfer)  # what is cut short before is read again
         self._stats.add(num_reads=1, read_bytes=record.size_bytes)
 
     # Between memory and a device
@@ -484,7 +481,7 @@ class ActivationStore:
                 if record.residency is ActivationResidency.COMING:
                     self._look_for(record)
                 if holder.memory is None:
-                    return
+                    return  # the next one would take its place: there are few
                 copies.bring_ahead(number, holder.memory)
             self._device.order.drop_next()
 
