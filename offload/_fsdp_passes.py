@@ -200,23 +200,26 @@ class TakingTurns:
 
     def put_aside(self) -> Any:
         """Take FSDP2's record of the forward that runs, for `take_up`. Another one may begin."""
-        owners = [self._root._get_fsdp_state(), *fsdp_param_groups(self._root)]  # no block runs while a forward waits
-        for module in self.units:
-            owners += [module._get_fsdp_state(), *fsdp_param_groups(module)]
-        record = [(one, one._training_state, set(getattr(one, "_modules_to_run_forward", ()))) for one in owners]
-        began, context = self._context.iter_forward_root, self._context
+        modules = [self._root, *self.units]  # no block runs while a forward waits
+        states = [module._get_fsdp_state() for module in modules]
+        owners = [*states, *(group for module in modules for group in fsdp_param_groups(module))]
+        training = [(one, one._training_state) for one in owners]
+        to_run = [(state, set(state._modules_to_run_forward)) for state in states]
+        aside = training, to_run, self._context.iter_forward_root
         for one in owners:
             one._training_state = type(one._training_state).IDLE
-            getattr(one, "_modules_to_run_forward", set()).clear()  # the set itself: FSDP2's hooks have it
-        context.iter_forward_root = None
-        return record, began
+        for state in states:
+            state._modules_to_run_forward.clear()  # the set itself: FSDP2's hooks have it
+        self._context.iter_forward_root = None
+        return aside
 
     def take_up(self, aside: Any) -> None:
         """Go on with the forward that was put aside."""
-        record, self._context.iter_forward_root = aside
-        for one, training_state, to_run in record:
-            one._training_state = training_state
-            getattr(one, "_modules_to_run_forward", set()).update(to_run)
+        training, to_run, self._context.iter_forward_root = aside
+        for one, state in training:
+            one._training_state = state
+        for owner, waiting in to_run:
+            owner._modules_to_run_forward.update(waiting)
 
     def end_pass(self, modules: Sequence[torch.nn.Module], *, reduces: bool) -> None:
         """End these modules' part in a pass. With `reduces` their gradients are whole, for one micro-batch."""
