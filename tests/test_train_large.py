@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvme_offload import initialize
 from tests.support.forked import ROOT
-from tests.support.sharded_model import assert_same
+from tests.support.sharded_model import SHARDS_CODES, assert_same
 from tests.support.tiers import EVERYTHING, section
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -118,6 +118,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
+@SHARDS_CODES
 def test_mxfp4_in_place_has_the_bits_of_a_model_in_memory_and_one_expert_is_unpacked(script, tmp_path):
     base, found = tmp_path / "base", {}
     script.write_fake(base, "tiny", 2)
@@ -151,6 +152,7 @@ def test_mxfp4_in_place_has_the_bits_of_a_model_in_memory_and_one_expert_is_unpa
     assert largest.numel == 2 * width * width, "of four experts one is unpacked at a time"
 
 
+@SHARDS_CODES
 def test_it_reads_the_base_in_place_and_writes_adapters_alone(script, tmp_path, capsys):
     model, drive = tmp_path / "model", tmp_path / "drive"
     arguments = ["--model", str(model), "--nvme-path", str(drive), "--micro-batches", "4", "--sequence", "16"]

@@ -12,6 +12,7 @@ from nvme_offload import ConfigError, get_full_param
 from nvme_offload.deepspeed import utils
 from tests.support.build import section
 from tests.support.ranks import run_ranks
+from tests.support.sharded_model import CAN_GO_ON
 
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
 
@@ -325,10 +326,11 @@ def test_a_plain_backward_is_that_of_the_engine(alone, tmp_path, stage):
     assert all(each == found[0] for each in found)
     engine = engine_of(tmp_path, stage=1, accumulation=2)
     torch.manual_seed(0)
-    found, expected = (
-        torch.func.grad(lambda x, of=of: of(x)["loss"])(torch.ones(2, 4)) for of in (engine, Answering())
-    )
-    assert torch.equal(found, expected)
+    if CAN_GO_ON:  # before, FSDP2 takes no transform of a function
+        found, expected = (
+            torch.func.grad(lambda x, of=of: of(x)["loss"])(torch.ones(2, 4)) for of in (engine, Answering())
+        )
+        assert torch.equal(found, expected)
     with pytest.raises(ValueError, match=r"first\.weight is sharded already.*engine.*before; pass a plain module"):
         deepspeed.initialize(model=engine.module, config=section(tmp_path, adamw={"lr": 0.1}))
     engine.destroy()

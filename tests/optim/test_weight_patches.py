@@ -17,6 +17,7 @@ from tests.support.drawn_patches import bits, differing, drawn, patched, run, wh
 from tests.support.forked import lines_of
 from tests.support.ranks import on_ranks
 from tests.support.rules import CASES
+from tests.support.sharded_model import SHARDS_CODES
 from tests.support.training import noted, section
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,6 +232,7 @@ def test_what_a_guess_left_and_was_taken_back_is_in_no_patch(alone, monkeypatch,
         assert differing(patched(have, engine.weights(since=version))[0], engine, "own") == []
 
 
+@SHARDS_CODES
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_drawn_chains_are_the_weights(ranks, tmp_path):
     cases = drawn(random.Random(ranks), 2, ranks=ranks)

@@ -21,7 +21,7 @@ from tests.support.engine_tools import PYTHON_ENGINE
 from tests.support.failing_drive import FailingFiles
 from tests.support.ranks import on_ranks
 from tests.support.sandbox import needs_mounts, run_python
-from tests.support.sharded_model import SHARDS_CODES
+from tests.support.sharded_model import GOES_ON, SHARDS_CODES
 from tests.support.tiers import section
 
 ROWS, WIDTH = 13, 19
@@ -219,6 +219,7 @@ def test_a_base_that_changes_is_one_error_that_names_it(alone, tmp_path, said):
             assert_same_bytes(values(engine), expected)
 
 
+@GOES_ON
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_base_that_cannot_be_read_is_one_error_that_names_it_and_the_step_is_done_again(
     alone, tmp_path, monkeypatch, first
@@ -320,6 +321,7 @@ def meddling():
     return Between(*(Meddling(dtype, rows=2000) for dtype in KINDS[:5:2]))
 
 
+@SHARDS_CODES
 @pytest.mark.parametrize("how", MEDDLES)
 def test_a_frozen_block_is_computed_with_where_it_was_read(alone, tmp_path, monkeypatch, how):
     """Whoever keeps a view of it has its bytes; what is written there is gone behind the block, as with any gather."""
@@ -458,6 +460,7 @@ def test_what_cannot_be_read_in_place_is_refused_by_name_or_copied(alone, tmp_pa
         assert torch.equal(values(engine)["0.codes"], model[0].codes)
 
 
+@SHARDS_CODES
 def test_a_step_reads_each_byte_of_a_base_twice_and_writes_none(alone, tmp_path):
     """However many micro-batches it has, block by block; and what they read is the base alone, or nearly."""
     layers, kinds = 8, KINDS[2:3] * 8

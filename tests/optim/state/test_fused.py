@@ -1,5 +1,6 @@
 """Kernels of Triton's: under its interpreter they have the bits of the CPU's; and what they become for a GPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,10 @@ kernels = pytest.importorskip("nvme_offload.optim.fused.kernels", reason="make t
 if not kernels.triton.knobs.runtime.interpret:
     pytest.skip("there is a GPU, where offload verify compares the bits", allow_module_level=True)
 
+COUNTS = pytest.mark.skipif(
+    kernels.triton.__version__ < "3.7" and np.__version__ >= "2.4",
+    reason="with numpy 2.4 the interpreter of this Triton does not count to a tensor",
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of infinities
 
@@ -53,6 +58,7 @@ def test_of_every_size(case, dtype):
         assert_bits_of_the_kernel(case, dtype, numel, updated)
 
 
+@COUNTS
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])]
 )

@@ -12,7 +12,7 @@ from torch import nn
 from nvme_offload import ConfigError, OffloadAdamW, OffloadConfig, TensorSwapper, initialize
 from nvme_offload.optim.state.choice import Keeping, SavedSizes
 from tests.support.ranks import on_ranks
-from tests.support.sharded_model import assert_same, full_state
+from tests.support.sharded_model import GOES_ON, assert_same, full_state
 from tests.support.small_llama import llama, rows
 
 MiB, GiB = 2**20, 2**30
@@ -133,6 +133,7 @@ def test_the_order_is_that_which_moves_fewer_bytes(room, moving, waiting, expect
 
 
 @pytest.mark.usefixtures("alone")
+@GOES_ON
 def test_micro_batches_begin_anew_where_another_order_moves_fewer_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr("nvme_offload.optim.zero.keeping.Keeping.of", lambda *rest: Keeping("none", "horizontal"))
     leave(monkeypatch, MiB)

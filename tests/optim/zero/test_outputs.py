@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from nvme_offload import StateError, get_full_grad, get_full_param, initialize
 from tests.support import tiers
 from tests.support.ranks import on_ranks
-from tests.support.sharded_model import CAN_GO_ON
+from tests.support.sharded_model import CAN_GO_ON, GOES_ON
 from tests.support.small_engine import BF16, section
 
 
@@ -176,6 +176,7 @@ def hides_its_tensors(rank, stage):
         assert all(torch.equal(get_full_param(p), weights[name]) for name, p in engine.named_parameters())
 
 
+@GOES_ON
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_a_step_without_any_gradient_is_an_error_on_all_ranks(rank, world_size):

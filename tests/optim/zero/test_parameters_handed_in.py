@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from nvme_offload import OffloadSGD, StateError, deepspeed, get_full_param, initialize, set_full_param
 from tests.support.pairs import pairwise_cases
 from tests.support.ranks import be_alone, run_ranks
+from tests.support.sharded_model import GOES_ON
 from tests.support.tiers import VOCABULARY, Model, loss_of, section
 
 MASK = torch.zeros(VOCABULARY, 1)
@@ -98,6 +99,7 @@ def test_a_hook_gets_the_whole_gradient(tmp_path, case):
     run_ranks(check_hooks, case["world_size"], tmp_path, {key: case[key] for key in case.keys() - {"world_size"}})
 
 
+@GOES_ON
 @pytest.mark.parametrize(("stage", "dtype"), [*((stage, torch.float32) for stage in range(4)), (3, torch.bfloat16)])
 def test_attributes_go_along_and_the_parameter_that_had_them_trains_nothing(alone, tmp_path, stage, dtype):
     model = model_of().to(dtype)
