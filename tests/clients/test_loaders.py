@@ -37,6 +37,8 @@ def stateful(rank, ranks, folder, state, *, workers=0, generator=False, sampler=
 
     shards = DistributedSampler(range(NUM_ROWS), ranks, rank) if ranks > 1 else None
     more = {"sampler": shards} if ranks > 1 else {"shuffle": True}
+    if workers:
+        more["multiprocessing_context"] = "fork"  # else workers outlive a rank that is killed
     if generator:
         more["generator"] = torch.Generator().manual_seed(1)
     if sampler:
