@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,8 +192,15 @@ def _stored(path: Path, name: str, entry: Any, first: int, file: FileIdentity) -
     return stored
 
 
+def _look_at(path: Path) -> None:
+    """Raise OSError for what cannot be opened, as `is_file` does before CPython 3.14; what is missing is no error."""
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        path.stat()
+
+
 def _tensors_at(path: Path) -> dict[str, HeaderEntry]:
     try:
+        _look_at(path)
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:  # a name that is too long, for example: what is missing is no error
         raise WeightsError(path, f"cannot be opened: {error.strerror}") from error
@@ -265,9 +272,8 @@ def _shard_beside(index: Path, place: str) -> Path:
     folder, file = index.parent, index.parent / place
     inside = bool(place) and "\0" not in place and not Path(place).is_absolute() and ".." not in Path(place).parts
     try:
-        if inside and not file.parent.resolve().is_relative_to(folder.resolve()):
-            inside = False
-        file.is_file()
+        inside = inside and file.parent.resolve().is_relative_to(folder.resolve())
+        _look_at(file)
     except OSError as error:
         what = f"names the file {_shortened(place)}, which cannot be opened: {error.strerror}"
         raise WeightsError(index, what) from error

@@ -192,7 +192,7 @@ def _decoded(codes, exponents, at, there, BLOCK: tl.constexpr, BOTTOM: tl.conste
     share -= (is_low * BOTTOM).to(tl.float32, bitcast=True)
     exponent = tl.load(exponents + at // BLOCK, mask=there, other=0).to(tl.int32)
     value = share * tl.where(exponent == 255, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
-    return value * tl.where(code < 0, -1.0, 1.0)  # in Triton 3.6 minus is a difference, which loses the sign of zero
+    return value * tl.where(code < 0, -1.0, 1.0)  # in Triton 3.7 minus is a difference, which loses the sign of zero
 
 
 @triton.jit
