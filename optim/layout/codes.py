@@ -3,7 +3,7 @@
 A code is a small float: 16 levels for each octave below the block's largest magnitude, 7 octaves of a signed state and
 15 of a mean of squares, and 16 levels below these, down to 0. It is rounded by chance as bf16 is, and exact otherwise.
 A mean of squares is never 0 beside others that are not, or a first moment would be divided by eps alone there.
-docs/numerics.md says all of it; `Code` in optim/src/loops.cpp does the same.
+docs/numerics.md says all of it; `Code` in optim/src/coded.hpp does the same.
 """
 
 from collections.abc import Sequence

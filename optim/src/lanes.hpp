@@ -60,6 +60,9 @@ Floats times_plus(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 Words widened(const uint16_t* from) {
   return words(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
+Words widened(const int16_t* from) {
+  return words(_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
 Words widened(const uint8_t* from) { return words(_mm512_cvtepu8_epi32(sixteen(from))); }
 Words widened(const int8_t* from) { return words(_mm512_cvtepi8_epi32(sixteen(from))); }
 void narrow(Words from, uint16_t* to) {
@@ -80,6 +83,9 @@ Floats times_plus(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c
 Words widened(const uint16_t* from) {
   return words(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
+Words widened(const int16_t* from) {
+  return words(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
 Words widened(const uint8_t* from) { return words(_mm256_cvtepu8_epi32(eight(from))); }
 Words widened(const int8_t* from) { return words(_mm256_cvtepi8_epi32(eight(from))); }
 void narrow(Words from, uint16_t* to) {
@@ -98,6 +104,10 @@ Words words(__m128i raw) { return reinterpret_cast<Words>(raw); }
 Floats root(Floats value) { return _mm_sqrt_ps(value); }
 Words widened(const uint16_t* from) {
   return words(_mm_unpacklo_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), _mm_setzero_si128()));
+}
+Words widened(const int16_t* from) {
+  const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return words(_mm_srai_epi32(_mm_unpacklo_epi16(halves, halves), 16));
 }
 __m128i four_times(const void* from) {
   const __m128i bytes = _mm_loadu_si32(from), twice = _mm_unpacklo_epi8(bytes, bytes);

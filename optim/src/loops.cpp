@@ -15,6 +15,7 @@
 namespace optim {
 namespace {
 
+using std::int16_t;
 using std::int32_t;
 using std::int64_t;
 using std::size_t;
@@ -63,9 +64,10 @@ Halves<uint32_t> split(float value) {
   return {select(nan, bits | 0x00400000, bits + 0x8000) >> 16, select(nan, 0, bits)};
 }
 
+// Takes lo with its sign.
 template <class Word>
 auto join(Word hi, Word lo) {
-  return float_of((hi - (lo >> 15)) << 16 | lo);
+  return float_of((hi << 16) + lo);
 }
 
 template <class Word>
@@ -112,7 +114,7 @@ void split_run(const float* __restrict src, uint16_t* __restrict hi, uint16_t* _
 }
 
 void join_run(const uint16_t* __restrict hi, const uint16_t* __restrict lo, float* __restrict dst, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) dst[i] = join<uint32_t>(hi[i], lo[i]);
+  for (size_t i = 0; i < numel; ++i) dst[i] = join<uint32_t>(hi[i], static_cast<uint32_t>(static_cast<int16_t>(lo[i])));
 }
 
 void fp16_to_fp32_run(const uint16_t* __restrict src, float* __restrict dst, size_t numel) {
@@ -154,7 +156,7 @@ struct SplitMaster {
   using Master = uint16_t;
   template <class Word>
   static auto load(Word param, const Master* master, size_t i) {
-    return join(param, optim::load<Word>(master + i));
+    return join(param, optim::load<Word>(reinterpret_cast<const int16_t*>(master) + i));
   }
   template <class Float>
   static auto store(Float value, Master* master, size_t i) {
