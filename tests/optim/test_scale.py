@@ -145,7 +145,10 @@ def test_many_commits_take_no_more_than_few(drive, capsys, count):
 
         def sizes():
             optimizer.commit()
-            return {file.name.split(".")[0]: file.stat().st_size // 4096 for file in drive.rglob("*") if file.is_file()}
+            files = (file for file in drive.rglob("*") if file.is_file() and not file.name.startswith("record."))
+            return {
+                file.name.split(".")[0]: file.stat().st_size // 4096 for file in files
+            }  # a record comes now and then
 
         for step in range(50):
             commit(step)
