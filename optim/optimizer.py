@@ -168,6 +168,8 @@ class OffloadOptimizer(Optimizer):
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         number, first = len(self.param_groups), len(self.store.table)
+        if isinstance(param_group, dict) and isinstance(param_group.get("params"), frozenset):
+            param_group = {**param_group, "params": set(param_group["params"])}  # which torch refuses in words
         try:
             super().add_param_group(param_group)
             self.param_groups[-1]["params"] = shards_of(self.param_groups[-1]["params"])

@@ -77,6 +77,7 @@ def refusals():
     yield "meta", [nn.Parameter(torch.zeros(3, device="meta"))], ValueError, "on meta"
     yield "empty list", [], ValueError, "AdamW: params is empty.* gives its parameters once"
     yield "a set", {*linear.parameters()}, TypeError, r"params = a set: pass model.parameters\(\), or a list"
+    yield "a set in a group", [{"params": frozenset(linear.parameters())}], TypeError, "ordered collections"
     yield "a module", linear, TypeError, r"params = a Linear: pass model.parameters\(\)"
     yield "a tensor", torch.zeros(3), TypeError, "iterable"
     yield "not a leaf", [linear.weight * 2], ValueError, "non-leaf"
