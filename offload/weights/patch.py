@@ -167,9 +167,9 @@ def save_patch(patch: WeightPatch, folder: str | os.PathLike[str], *, writes: bo
             pass
         return None
     try:
-        known = _read_index(place) if (place / INDEX).exists() else []
-    except WeightsError:
-        if patch.since is not None:
+        known = _read_index(place)
+    except WeightsError as error:
+        if patch.since is not None and not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise
         known = []
     kept = known if patch.since is not None else []

@@ -262,9 +262,12 @@ def find(root: Path, tag: str | None) -> Path | None:
     """Return the folder of a checkpoint, or raise CheckpointError; None if `tag` is None and nothing was ever saved."""
     if tag is None:
         latest = root / LATEST
-        if not latest.exists():
+        try:
+            tag = latest.read_text(errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        tag = latest.read_text(errors="replace").strip()
+        except OSError as error:  # it is no fresh start where something was saved
+            raise CheckpointError(latest, f"cannot be read: {error.strerror}; name a tag") from error
         try:
             check_tag(tag)
         except ValueError as error:

@@ -286,6 +286,11 @@ def test_a_broken_chain_or_file_is_refused_and_a_whole_patch_heals_it(tmp_path):
     with OffloadAdamW(model.parameters(), lr=1e-4, offload=section(tmp_path)) as optimizer:
         with pytest.raises(StateError, match=f"a patch since {version}, actual one since "):
             save_patch(optimizer.weights(model, since=optimizer.weights_version), folder)
+        index.unlink()
+        index.symlink_to(index.name)
+        with pytest.raises(WeightsError, match="cannot be read: Too many levels"):
+            save_patch(optimizer.weights(model, since=optimizer.weights_version), folder)
+        index.unlink()
         patch = optimizer.weights(model, since="")
         index.write_text("{")
         (folder / "adapters.safetensors").touch()  # somebody else's

@@ -290,6 +290,10 @@ def test_no_checkpoint_is_no_error_but_a_missing_one_is(engine, saved, tmp_path)
     (tmp_path / "latest").write_bytes(b"../\xff")
     with pytest.raises(CheckpointError, match="latest is damaged"):
         engine.load_checkpoint(tmp_path)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("latest")
+    with pytest.raises(CheckpointError, match="latest cannot be read: Too many levels of symbolic links; name a tag"):
+        engine.load_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, "good")[1] == {}
     engine.save_checkpoint(tmp_path, 12)  # scripts of DeepSpeed's do so
     assert engine.load_checkpoint(tmp_path, 12)[0] == str(tmp_path / "12")
