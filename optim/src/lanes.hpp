@@ -110,7 +110,9 @@ Words widened(const int16_t* from) {
   return words(_mm_srai_epi32(_mm_unpacklo_epi16(halves, halves), 16));
 }
 __m128i four_times(const void* from) {
-  const __m128i bytes = _mm_loadu_si32(from), twice = _mm_unpacklo_epi8(bytes, bytes);
+  int32_t four;  // GCC 11.1 has a _mm_loadu_si32 that puts them elsewhere
+  __builtin_memcpy(&four, from, sizeof four);
+  const __m128i bytes = _mm_cvtsi32_si128(four), twice = _mm_unpacklo_epi8(bytes, bytes);
   return _mm_unpacklo_epi16(twice, twice);
 }
 Words widened(const uint8_t* from) { return words(_mm_srli_epi32(four_times(from), 24)); }
@@ -121,7 +123,8 @@ void narrow(Words from, uint16_t* to) {
 }
 void narrow(Words from, uint8_t* to) {
   const __m128i twice = _mm_packs_epi32(raw(from & 0xff), raw(from & 0xff));
-  _mm_storeu_si32(to, _mm_packus_epi16(twice, twice));
+  const int32_t four = _mm_cvtsi128_si32(_mm_packus_epi16(twice, twice));
+  __builtin_memcpy(to, &four, sizeof four);
 }
 #else
 Floats root(Floats value) {

@@ -1,6 +1,6 @@
-"""What the process has that children are forked from: imports, and a model that an engine has looked at.
+"""Prepare the process that children are forked from: it imports, and has an engine look at a model.
 
-A child has what is computed once then, as how torch lays out shards, and looks for garbage in its own objects only.
+A child has what is computed once then, such as how torch lays out shards. It looks for garbage in its own objects only.
 """
 
 import atexit

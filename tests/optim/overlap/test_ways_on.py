@@ -132,7 +132,7 @@ def named_in(said):
 
 STATES = [*MODES, "load", "found"]
 KINDS = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("engine", True), ("engine", False)]
-"""What is trained, and whether it is a durable run."""
+"""Each kind says what is trained, and whether it is a durable run."""
 IN_EVERY_RUN = [(*kind, state) for kind in KINDS[:2] for state in STATES] + [("engine", True, "begun")]
 IN_EVERY_RUN += [("engine", True, "load"), ("engine", True, "stopped")]
 
