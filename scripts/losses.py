@@ -3,8 +3,8 @@
     python -m scripts.losses RUN OPTIMIZER FOLDER
 
 RUN is ``masters`` (updates go to fp32 weights, arithmetic is bf16), ``bf16`` (weights are bf16 and nothing else) or
-``lora`` (adapters over a frozen model that was trained before). FOLDER gets a file with the losses for
-`python -m scripts.pictures losses`. bitsandbytes and torchao are installed by whoever asks for them.
+``lora`` (adapters over a frozen model that was trained before). FOLDER gets a JSON file with the losses.
+bitsandbytes and torchao are installed by whoever asks for them.
 """
 
 import json
